@@ -1,4 +1,4 @@
-"""What a release says of itself: licences, versions, and what to install."""
+"""Tests of what a release says of itself: licences, versions, and what to install."""
 
 from __future__ import annotations
 

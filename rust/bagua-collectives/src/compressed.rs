@@ -57,7 +57,7 @@ pub trait RecordExchange {
     /// member, and are on the same device.
     ///
     /// # Errors
-    /// As [`Collective::exchange`].
+    /// The errors of [`Collective::exchange`].
     fn all_to_all(
         &mut self,
         cx: &OpContext<'_>,
@@ -69,13 +69,13 @@ pub trait RecordExchange {
     /// Fills `records`, which contains the member's own record at its own position, with the records of all members.
     ///
     /// # Errors
-    /// As [`Collective::exchange`].
+    /// The errors of [`Collective::exchange`].
     fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()>;
 
     /// Returns the codec on a device, or `None` if copies on the host must be encoded instead. Sends nothing.
     ///
     /// # Errors
-    /// As [`Collective::codec_on`].
+    /// The errors of [`Collective::codec_on`].
     fn codec_on(
         &mut self,
         place: DeviceRef<'_>,

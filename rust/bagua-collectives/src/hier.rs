@@ -153,7 +153,7 @@ impl Hier {
     /// Adds a collective of all ranks for the verbs that are not hierarchical.
     ///
     /// # Panics
-    /// As [`Hier::new`].
+    /// Panics like [`Hier::new`].
     #[must_use]
     pub fn with_flat(self, flat: impl Collective + 'static) -> Hier {
         assert_eq!((flat.rank(), flat.size()), (self.rank, self.size));
@@ -164,7 +164,7 @@ impl Hier {
     /// mean of its ranks in full precision.
     ///
     /// # Errors
-    /// As [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.
+    /// The errors of [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.
     fn run_by_host(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
         match verb {
             Verb::AllReduce(op) => loop {

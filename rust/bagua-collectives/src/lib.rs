@@ -201,7 +201,7 @@ pub trait Collective: Send {
     /// [`over_exchange()`] is built on this.
     ///
     /// # Errors
-    /// As [`Collective::run`].
+    /// The errors of [`Collective::run`].
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
 }
 

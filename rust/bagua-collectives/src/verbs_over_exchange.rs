@@ -11,7 +11,7 @@ use crate::types::{DType, ReduceOp};
 /// Runs a verb with [`Collective::exchange`], on the host or on a device.
 ///
 /// # Errors
-/// As [`Collective::run`], and `NotImplemented` for a verb that does not consist of messages.
+/// The errors of [`Collective::run`], and `NotImplemented` for a verb that does not consist of messages.
 pub fn over_exchange(collective: &mut dyn Collective, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
     match verb {
         Verb::AllToAllV { send, recv } => all_to_all_v(collective, cx, io, &send, &recv),

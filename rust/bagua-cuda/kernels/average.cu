@@ -1,7 +1,7 @@
 // Averages of up to eight sources, element by element, strictly in the order given: bagua-core's `reduce::sum_over`.
 //
-// Half types accumulate in float32 and are rounded once. The sum is divided by `divisor` once, at the end. Sums are computed fast, and
-// again with `settled` where the result has a NaN: a NaN stays in a sum.
+// Half types accumulate in float32 and are rounded once. The sum is divided by `divisor` once, at the end. Sums are
+// computed fast, and again with `settled` where the result has a NaN: a NaN stays in a sum.
 #include "elementwise.cuh"
 
 template <bool CAREFUL, class F> DEVICE F add(F a, F b) {

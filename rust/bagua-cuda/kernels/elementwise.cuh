@@ -1,4 +1,5 @@
-// The loop of kernels whose result at a place depends on what is at that place only: vectors, and single elements around them.
+// The loop of kernels whose result at a place depends on what is at that place only: vectors, and single elements
+// around them.
 #pragma once
 #include "device.cuh"
 
@@ -10,9 +11,9 @@ struct Sources {
     const u8 *at[MAX_SOURCES];
 };
 
-// out[i] = function(sources[0][i], …). Arrays are aligned to their elements, and each is either `out` itself or does not
-// overlap it. Vectors where all have the same remainder by 16. `function` computes a whole vector; of a single element it gets
-// one that has zeros behind it.
+// out[i] = function(sources[0][i], …). Arrays are aligned to their elements, and each is either `out` itself or does
+// not overlap it. Vectors where all have the same remainder by 16. `function` computes a whole vector; of a single
+// element it gets one that has zeros behind it.
 template <class Raw, u32 MOST, class Function>
 DEVICE void elementwise(const Sources &sources, u32 number, u8 *out, u64 count, const Function &function) {
     bool together = true;

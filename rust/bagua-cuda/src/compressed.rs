@@ -289,7 +289,7 @@ impl DeviceCodec for CodecOnDevice {
 /// Launches a kernel of error feedback and returns 1, the number of launches.
 ///
 /// # Safety
-/// As [`Context::launch`].
+/// The conditions of [`Context::launch`].
 unsafe fn feed_back(
     context: &Context,
     stream: CUstream,

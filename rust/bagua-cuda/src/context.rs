@@ -171,7 +171,7 @@ impl Context {
     /// Sets bytes of the device to 0, on a stream.
     ///
     /// # Safety
-    /// As [`Context::copy`].
+    /// The conditions of [`Context::copy`].
     pub(crate) unsafe fn clear(&self, at: usize, bytes: usize, stream: CUstream) -> Result<()> {
         if bytes == 0 {
             return Ok(());

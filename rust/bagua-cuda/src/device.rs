@@ -194,7 +194,7 @@ impl OperationDevice {
     /// Copies within the device on the caller's stream.
     ///
     /// # Safety
-    /// As [`crate::context::Context::copy`].
+    /// The conditions of [`crate::context::Context::copy`].
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize) -> Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { self.lane_device().context().copy(to, from, bytes, self.stream) }

@@ -94,7 +94,7 @@ impl Driver {
     /// Returns the kind of memory at an address.
     ///
     /// # Errors
-    /// As [`Driver::context`].
+    /// The errors of [`Driver::context`].
     pub fn memory_at(&self, address: usize) -> core::error::Result<Memory> {
         let used = lock(&self.contexts).keys().next().copied();
         context::memory_at(self.api()?, address, || self.context(used.unwrap_or(0)))

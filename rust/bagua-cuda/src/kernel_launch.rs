@@ -100,7 +100,7 @@ impl Context {
     /// sizes of the parameters.
     ///
     /// # Safety
-    /// As [`Context::launch`].
+    /// The conditions of [`Context::launch`].
     pub(crate) unsafe fn launch_with(
         &self,
         kernel: Kernel,

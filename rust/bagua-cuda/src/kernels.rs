@@ -2,7 +2,8 @@
 //!
 //! Every kernel has blocks of [`THREADS`] threads and loops over its work, so the grid only affects the speed. The
 //! exceptions are the kernels of [`Encode`], which share a grid, and of [`Mean`]. Numbers of elements are u64,
-//! addresses have 8 bytes. Elements are aligned to their size, records to 1 byte and ranges to 4 (those of `convert_reduce_T_U` to 16).
+//! addresses have 8 bytes. Elements are aligned to their size, records to 1 byte and ranges to 4 (those of
+//! `convert_reduce_T_U` to 16).
 //!
 //! | kernel | parameters |
 //! |---|---|

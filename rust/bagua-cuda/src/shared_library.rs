@@ -146,7 +146,7 @@ impl Library {
     /// Returns the function with that name.
     ///
     /// # Safety
-    /// As [`Library::find`].
+    /// The conditions of [`Library::find`].
     pub unsafe fn function<F: Copy>(&self, name: &'static CStr) -> Result<F> {
         // SAFETY: the caller gives the same guarantee.
         unsafe { self.find(name) }.ok_or_else(|| self.lacks(name))

@@ -13,7 +13,7 @@ impl Group {
     /// Builds the group; its ranks are those of this group. The addresses travel over `lane`, a lane of this group. Collective.
     ///
     /// # Errors
-    /// As [`Lane::run`] and [`Bootstrap::connect`].
+    /// The errors of [`Lane::run`] and [`Bootstrap::connect`].
     pub fn duplicate(&self, lane: &mut Lane, name: &str) -> Result<Group> {
         let mut config = Config {
             rank: self.rank(),

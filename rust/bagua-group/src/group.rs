@@ -203,7 +203,7 @@ impl Group {
     /// The collectives of the ranks by machine, without one of all. Collective, as [`Group::lane`].
     ///
     /// # Errors
-    /// As [`Group::lane`].
+    /// The errors of [`Group::lane`].
     pub(super) fn by_machine(&self) -> Result<Hier> {
         let connected = self.builder(&self.conns()?).build_by_machine(&self.machines());
         connected.map_err(|error| self.health().fail(error))

@@ -55,7 +55,7 @@ impl<'m, 'c> Rounds<'m, 'c> {
     /// Sends and receives the messages of a round, given as pairs of a peer and bytes.
     ///
     /// # Errors
-    /// As [`Mesh::exchange`].
+    /// The errors of [`Mesh::exchange`].
     pub fn exchange<'b>(
         &mut self,
         sends: impl IntoIterator<Item = (usize, &'b [u8])>,

@@ -104,7 +104,8 @@ impl Segment {
         self.arena.word(rank * CONTROL)
     }
 
-    /// Returns the processor of a rank, as written by [`super::cpu_placement`]. On the same cache line as the arrival word.
+    /// Returns the processor of a rank, as written by [`super::cpu_placement`]. On the same cache line as the arrival
+    /// word.
     pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * CONTROL + 4)
     }

@@ -21,8 +21,8 @@
 //! work of the device, and no thread that holds it waits for the device ([`crate::memory::DeviceWeights`]).
 //!
 //! In an elastic job, ranks may be lost at any time, and the others continue ([`Settings::elastic`]). The group of the
-//! averaging is replaced by a smaller one (`Group::shrink`), or by one with a joining rank (`join_running_job`). The joining
-//! rank gets the average of a round in which its own weights did not count.
+//! averaging is replaced by a smaller one (`Group::shrink`), or by one with a joining rank (`join_running_job`). The
+//! joining rank gets the average of a round in which its own weights did not count.
 //!
 //! Source: Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3. There, ranks hold the lock while they communicate.
 

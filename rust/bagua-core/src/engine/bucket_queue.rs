@@ -109,8 +109,8 @@ impl Engine {
     /// Never waits for communication.
     ///
     /// # Errors
-    /// As [`Bucket::mark_ready`], and `InvalidArgument` if the number is unknown, or if the tensor was already marked
-    /// and its bucket has not been communicated since.
+    /// The errors of [`Bucket::mark_ready`], and `InvalidArgument` if the number is unknown, or if the tensor was
+    /// already marked and its bucket has not been communicated since.
     pub fn mark_ready(&self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
         self.worker.check()?;
         let mut state = self.state();

@@ -162,7 +162,7 @@ impl Handle {
     /// the caller to call.
     ///
     /// # Errors
-    /// As [`Handle::on_done`].
+    /// The errors of [`Handle::on_done`].
     pub fn add_callback<F>(&self, callback: F) -> Result<Option<(F, Result<()>)>>
     where
         F: FnOnce(&Result<()>) + Send + 'static,

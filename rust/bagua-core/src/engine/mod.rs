@@ -101,7 +101,7 @@ impl Communicator {
     /// Leaves this group and returns a communicator of the surviving ranks: see [`Group::shrink`].
     ///
     /// # Errors
-    /// As [`Group::shrink`].
+    /// The errors of [`Group::shrink`].
     pub fn shrink(&self, timeout: Option<Duration>, quorum: Quorum) -> Result<View<Communicator>> {
         let open = |group: &Group| {
             let opened = Communicator::new(group.clone())?;
@@ -115,7 +115,7 @@ impl Communicator {
     /// messages must be on the host or on one device. A device copies it after the work that was marked there.
     ///
     /// # Errors
-    /// As [`Messenger::post`], and `UnsupportedType` if the memory is in several places.
+    /// The errors of [`Messenger::post`], and `UnsupportedType` if the memory is in several places.
     pub fn post(
         &self,
         sends: Vec<Message>,

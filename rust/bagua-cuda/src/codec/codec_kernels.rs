@@ -62,10 +62,10 @@ pub(crate) trait Kernels: Send + Sync {
     /// Decodes records into at least one element, in equal chunks.
     ///
     /// # Safety
-    /// As [`Kernels::encode`], with the records from `from` on.
+    /// The conditions of [`Kernels::encode`], with the records from `from` on.
     ///
     /// # Errors
-    /// As [`Kernels::encode`].
+    /// The errors of [`Kernels::encode`].
     unsafe fn decode(
         &self,
         context: &Context,
@@ -79,10 +79,11 @@ pub(crate) trait Kernels: Send + Sync {
     /// argument is the address of the result and, as in [`Kernels::encode`], of the number of non-finite records.
     ///
     /// # Safety
-    /// As [`Kernels::encode`], for a record of each member from `from` on, and for the result, aligned to 16 bytes.
+    /// The conditions of [`Kernels::encode`], for a record of each member from `from` on, and for the result, aligned
+    /// to 16 bytes.
     ///
     /// # Errors
-    /// As [`Kernels::encode`].
+    /// The errors of [`Kernels::encode`].
     unsafe fn combine(
         &self,
         context: &Context,

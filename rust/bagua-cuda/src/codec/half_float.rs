@@ -39,7 +39,7 @@ impl HalfKernels {
 /// Converts chunks of `count` elements to chunks of another type, padded with zeros.
 ///
 /// # Safety
-/// As [`Kernels::encode`], for the memory of both.
+/// The conditions of [`Kernels::encode`], for the memory of both.
 unsafe fn convert(
     context: &Context,
     stream: CUstream,

@@ -58,8 +58,8 @@ fn found(codec: &dyn Codec) -> Result<Box<dyn Kernels>> {
 /// passed to [`OperationDevice::keep`] afterwards is dropped.
 ///
 /// # Errors
-/// As [`check`]; `InvalidArgument` if `chunks` does not divide the elements, the records have another length, the
-/// memory overlaps or the elements are not aligned; `Unavailable` without NVRTC; `Device`.
+/// The errors of [`check`]; `InvalidArgument` if `chunks` does not divide the elements, the records have another
+/// length, the memory overlaps or the elements are not aligned; `Unavailable` without NVRTC; `Device`.
 pub unsafe fn encode(
     place: &OperationDevice,
     codec: &dyn Codec,
@@ -82,10 +82,10 @@ pub unsafe fn encode(
 /// Decodes records into elements, in `chunks` equal parts. Never waits for the device.
 ///
 /// # Safety
-/// As [`encode`].
+/// The conditions of [`encode`].
 ///
 /// # Errors
-/// As [`encode`].
+/// The errors of [`encode`].
 pub unsafe fn decode(
     place: &OperationDevice,
     codec: &dyn Codec,

@@ -37,7 +37,7 @@ impl Communicator {
     /// Runs a verb that NCCL [`serves`].
     ///
     /// # Errors
-    /// As [`Communicator::operate`].
+    /// The errors of [`Communicator::operate`].
     pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &OperationDevice) -> Result<()> {
         self.operate(cx, place, || if parts.shard == 0 { Ok(()) } else { self.put(cx, verb, parts) })
     }

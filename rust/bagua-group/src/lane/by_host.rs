@@ -46,7 +46,7 @@ impl Lanes {
     /// Whether a compressed all_reduce, and the compressed ring, leave the tensor on this device, and encode it there.
     ///
     /// # Errors
-    /// As [`Collective::codec_on`].
+    /// The errors of [`Collective::codec_on`].
     pub fn encodes_on(
         &mut self,
         place: DeviceRef<'_>,

@@ -1,7 +1,8 @@
-//! A lane: one strictly ordered sequence of operations of a group, with streams and shared memory of its own. And the lanes of one engine.
+//! A lane: one strictly ordered sequence of operations of a group, with streams and shared memory of its own. And the
+//! lanes of one engine.
 //!
-//! The one place where arguments are checked, operations are numbered, deadlines are set, calls are counted, and a failure
-//! becomes the group's first cause. What `hierarchical` asks for on a flat lane is in `by_host`.
+//! The one place where arguments are checked, operations are numbered, deadlines are set, calls are counted, and a
+//! failure becomes the group's first cause. What `hierarchical` asks for on a flat lane is in `by_host`.
 
 mod by_host;
 mod options;
@@ -34,8 +35,8 @@ pub use options::Options;
 
 /// See the module.
 ///
-/// Invariant: an argument error leaves everything as it was, counters included; any other error has poisoned the health, so
-/// that no operation follows on streams that may be in the middle of a message.
+/// Invariant: an argument error leaves everything as it was, counters included; any other error has poisoned the
+/// health, so that no operation follows on streams that may be in the middle of a message.
 pub struct Lane {
     /// Does the work.
     collective: Box<dyn Collective>,
@@ -112,8 +113,8 @@ impl Lane {
     /// Runs a verb; [`Verb`] says which bytes of `io` it reads and writes.
     ///
     /// # Errors
-    /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the group's first
-    /// cause.
+    /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the
+    /// group's first cause.
     pub fn run<'a>(
         &mut self,
         options: &Options<'_>,
@@ -135,7 +136,8 @@ impl Lane {
         count_of(verb, dtype, io, rank, size)
     }
 
-    /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of them is one member.
+    /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of
+    /// them is one member.
     ///
     /// # Errors
     /// Those of [`Lane::run`] before anything is sent.
@@ -173,7 +175,7 @@ impl Lane {
     /// Returns when every rank has called it.
     ///
     /// # Errors
-    /// As [`Lane::run`].
+    /// The errors of [`Lane::run`].
     pub fn barrier(&mut self, options: &Options<'_>) -> Result<()> {
         // A barrier has no data; headers have to name some type.
         self.run(options, DType::U8, Verb::Barrier, Io::none())
@@ -192,7 +194,7 @@ impl Lane {
     /// See [`Collective::codec_on`].
     ///
     /// # Errors
-    /// As [`Collective::codec_on`].
+    /// The errors of [`Collective::codec_on`].
     pub fn codec_on(
         &mut self,
         place: DeviceRef<'_>,
@@ -214,11 +216,11 @@ impl Lane {
         }
     }
 
-    /// Runs an operation with a fingerprint of [`Lane::print_of`], `by` another collective of this lane's ranks or its own: numbered, timed,
-    /// counted and recorded, and its failure is the group's first cause.
+    /// Runs an operation with a fingerprint of [`Lane::print_of`], `by` another collective of this lane's ranks or its
+    /// own: numbered, timed, counted and recorded, and its failure is the group's first cause.
     ///
     /// # Errors
-    /// As [`Lane::run`].
+    /// The errors of [`Lane::run`].
     fn perform(
         &mut self,
         by: Option<&mut dyn Collective>,
@@ -282,12 +284,13 @@ impl Lanes {
     /// Opens the global lane of a group. Collective.
     ///
     /// # Errors
-    /// As [`Group::lane`].
+    /// The errors of [`Group::lane`].
     pub fn of(group: &Group) -> Result<Lanes> {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None, devices: Vec::new() })
     }
 
-    /// The next operation is the one that was queued with this ticket; `None`: it was not queued. Returns the ticket that no operation has used.
+    /// The next operation is the one that was queued with this ticket; `None`: it was not queued. Returns the ticket
+    /// that no operation has used.
     pub fn expect(&mut self, ticket: Option<Ticket>) -> Option<Ticket> {
         std::mem::replace(&mut self.global.queued, ticket)
     }
@@ -316,13 +319,14 @@ impl Lanes {
         self.global.reaches(place) && (place.is_none() || !hierarchical || self.route_is_hierarchical())
     }
 
-    /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the collective of the global lane is
-    /// flat: the result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. In the
-    /// verbs over exchange each host is one member then, see [`crate::collective::Hier`]; a compressed all_reduce on one host is the plain one,
-    /// bitwise. The result is equal on all ranks.
+    /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the
+    /// collective of the global lane is flat: the result of an all_reduce then equals that of a hierarchical collective
+    /// bitwise, and that of a flat one within rounding. In the verbs over exchange each host is one member then, see
+    /// [`crate::collective::Hier`]; a compressed all_reduce on one host is the plain one, bitwise. The result is equal
+    /// on all ranks.
     ///
     /// # Errors
-    /// As [`Lane::run`].
+    /// The errors of [`Lane::run`].
     pub fn run<'a>(
         &mut self,
         options: &Options<'_>,
@@ -338,8 +342,9 @@ impl Lanes {
     }
 }
 
-/// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them
-/// nor may their owners be dropped. The first operation on memory of a device puts the collective of that device over it.
+/// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither
+/// may it use them nor may their owners be dropped. The first operation on memory of a device puts the collective of
+/// that device over it.
 pub(super) struct ProcessBound {
     /// Unregistered before the collective closes the descriptors.
     fork_fds: Vec<ForkFd>,

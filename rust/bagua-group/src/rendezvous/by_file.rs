@@ -13,8 +13,8 @@ use crate::wait::Deadline;
 /// Exchanges addresses through files next to `path`, on a file system that all ranks share.
 ///
 /// # Errors
-/// `Timeout` naming the missing ranks, `Mismatch` when world sizes differ or two processes have the same rank, `InvalidArgument` for an
-/// invalid rank or address, `System` when the files cannot be read or written.
+/// `Timeout` naming the missing ranks, `Mismatch` when world sizes differ or two processes have the same rank,
+/// `InvalidArgument` for an invalid rank or address, `System` when the files cannot be read or written.
 pub fn rendezvous_file(
     path: &Path,
     rank: usize,

@@ -20,8 +20,9 @@ const LINGER: Duration = Duration::from_secs(2);
 /// Exchanges addresses through a TCP server that rank 0 runs on `server` until every rank has all addresses.
 ///
 /// # Errors
-/// `Timeout` naming the missing ranks; `PeerLost` naming a rank that ended after it had registered; `System` for a wrong secret or when the
-/// server cannot listen; `Mismatch` when world sizes differ or two processes have the same rank (the second gets the error); `InvalidArgument` for an invalid rank, address or port.
+/// `Timeout` naming the missing ranks; `PeerLost` naming a rank that ended after it had registered; `System` for a
+/// wrong secret or when the server cannot listen; `Mismatch` when world sizes differ or two processes have the same
+/// rank (the second gets the error); `InvalidArgument` for an invalid rank, address or port.
 pub fn rendezvous_tcp<'a>(
     server: (&str, u16),
     rank: usize,
@@ -51,11 +52,11 @@ pub fn rendezvous_tcp<'a>(
     RendezvousServer { listener, name }.serve(world_size, address, access, limits)
 }
 
-/// As [`rendezvous_tcp`] on ranks other than 0, through a [`RendezvousServer`], which listens before its address is published: a failed
-/// connection is an error at once instead of another attempt.
+/// Does the same as [`rendezvous_tcp`] on ranks other than 0. The server listens already, because the caller published
+/// its address afterwards. So a failed connection is an error at once, and no reason for another attempt.
 ///
 /// # Errors
-/// As [`rendezvous_tcp`], and `PeerLost` when the connection to rank 0 fails or breaks.
+/// The errors of [`rendezvous_tcp`], and `PeerLost` when the connection to rank 0 fails or breaks.
 pub fn rendezvous_at<'a>(
     server: SocketAddr,
     rank: usize,
@@ -72,7 +73,8 @@ pub fn rendezvous_at<'a>(
     fetch(server, true, rank, world_size, address, &access.into(), &limits.into())
 }
 
-/// The exchange on a rank other than 0. `must_listen`: the server listens already, so that a failed connection means that it is lost.
+/// The exchange on a rank other than 0. `must_listen`: the server listens already, so that a failed connection means
+/// that it is lost.
 fn fetch(
     (host, port): (&str, u16),
     must_listen: bool,
@@ -140,7 +142,8 @@ fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Er
     }
 }
 
-/// Rank 0's server of a rendezvous. It listens from its creation on, so that ranks that get its address can connect at once.
+/// Rank 0's server of a rendezvous. It listens from its creation on, so that ranks that get its address can connect at
+/// once.
 #[derive(Debug)]
 pub struct RendezvousServer {
     listener: TcpListener,
@@ -149,7 +152,8 @@ pub struct RendezvousServer {
 }
 
 impl RendezvousServer {
-    /// Listens at `address`; port 0 takes any free port. The caller must publish [`RendezvousServer::address`] to the other ranks.
+    /// Listens at `address`; port 0 takes any free port. The caller must publish [`RendezvousServer::address`] to the
+    /// other ranks.
     ///
     /// # Errors
     /// `InvalidArgument` for an unspecified IP address, `System` when the socket cannot be opened.
@@ -177,7 +181,7 @@ impl RendezvousServer {
     /// Exchanges the addresses of all ranks; `address` is rank 0's.
     ///
     /// # Errors
-    /// As [`rendezvous_tcp`] on rank 0.
+    /// The errors of [`rendezvous_tcp`] on rank 0.
     pub fn serve<'a>(
         self,
         world_size: usize,
@@ -204,7 +208,8 @@ impl RendezvousServer {
         };
         let outcome = exchange.run();
         if !store.wait_for_clients(LINGER) && outcome.is_ok() {
-            // A rank that has not taken the addresses by the deadline reports a timeout itself. Without a thread, it reports rank 0 as lost.
+            // A rank that has not taken the addresses by the deadline reports a timeout itself. Without a thread, it
+            // reports rank 0 as lost.
             let serve_on = move || store.wait_for_clients(deadline.left());
             let _ = std::thread::Builder::new().name("bagua-addresses".to_owned()).spawn(serve_on);
         }

@@ -16,7 +16,7 @@ const MAGIC: [u8; 4] = *b"BGrf";
 const UNNAMED: [u8; 4] = *b"BGrv";
 const LAST_UNNAMED: u16 = 6;
 
-/// What a rank writes.
+/// The value that a rank writes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(in super::super) struct Entry {
     /// Random number of this exchange.
@@ -71,7 +71,7 @@ pub(in super::super) struct MissingRanks {
     /// How many more there are.
     #[serde(with = "rank")]
     others: usize,
-    /// What may explain it, for the error text: processes that were refused, for instance.
+    /// A possible explanation, for the error text: processes that were refused, for instance.
     #[serde(with = "text")]
     details: String,
 }

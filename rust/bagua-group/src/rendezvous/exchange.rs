@@ -26,7 +26,8 @@ const TIMED_OUT: &str = "timed-out/";
 /// The most ranks with a second process of which an error text says more than their number.
 const NAMED_DUPLICATES: usize = 8;
 
-/// How long rank 0 waits for missing ranks before it looks for lost ones, and a rank for the outcome if all ranks have come at its deadline.
+/// How long rank 0 waits for missing ranks before it looks for lost ones, and a rank for the outcome if all ranks have
+/// come at its deadline.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// One rank's part.
@@ -41,7 +42,7 @@ pub(super) struct Exchange<'a> {
     pub(super) limits: &'a Limits,
     /// Host and port of the server, or the path of the files, for error texts.
     pub(super) place: String,
-    /// Where this process runs, for the error text of other ranks.
+    /// Name of this process's host, for the error text of other ranks.
     pub(super) from: String,
     /// The key of a file of another version, for the error. The file may be from an earlier job, which does no harm.
     pub(super) other: Cell<Option<(String, u16)>>,
@@ -217,7 +218,7 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// What rank 0 says to this rank; `None` for addresses without this rank's own.
+    /// Returns rank 0's answer to this rank; `None` for addresses without this rank's own.
     fn outcome(&self, said: Said) -> Result<Option<Vec<Vec<u8>>>> {
         match said {
             Said::All(all) if all.len() == self.world_size && all[self.rank] == self.address => {
@@ -251,8 +252,8 @@ impl Exchange<'_> {
         Entry::parse(value).ok()
     }
 
-    /// The ranks that have not come to the exchange of this number, and what explains it. Ranks that timed out had come: they are missing
-    /// only when no other rank is. Rank 0 is when nobody else is.
+    /// The ranks that have not come to the exchange of this number, and what explains it. Ranks that timed out had
+    /// come: they are missing only when no other rank is. Rank 0 is when nobody else is.
     fn missing(&self, number: [u8; 16]) -> Result<MissingRanks> {
         let keys: BTreeSet<String> =
             if self.is_kept { BTreeSet::new() } else { self.store.keys("")?.into_iter().collect() };

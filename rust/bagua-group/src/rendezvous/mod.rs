@@ -1,17 +1,18 @@
-//! The exchange of addresses between the ranks that start a group. It takes place in a store: one that rank 0 serves, or files.
+//! The exchange of addresses between the ranks that start a group. It takes place in a store: one that rank 0 serves,
+//! or files.
 //!
-//! 1. Rank 0 writes a random number and its address under "0". In files, entries of earlier exchanges may be left. The number tells which
-//!    entries belong to this one.
-//! 2. Every other rank waits for "0", and claims the key that is its own rank with its address and the number. A server returns what the key
-//!    has then. If it is the address of another process, two processes have this rank.
+//! 1. Rank 0 writes a random number and its address under "0". In files, entries of earlier exchanges may be left. The
+//!    number tells which entries belong to this one.
+//! 2. Every other rank waits for "0", and claims the key that is its own rank with its address and the number. A server
+//!    returns what the key has then. If it is the address of another process, two processes have this rank.
 //! 3. Rank 0 waits for the keys of all ranks, and writes all addresses under "all".
-//! 4. Every other rank waits for "all". The server answers each rank once, when the value is there. Then the rank closes its connection, and
-//!    the server ends when all ranks have.
+//! 4. Every other rank waits for "all". The server answers each rank once, when the value is there. Then the rank
+//!    closes its connection, and the server ends when all ranks have.
 //!
-//! A rank that is missing is one without a key. If the connection of a rank ends, the server removes its key, and rank 0 waits for another
-//! process with this rank until `lost_after`. Then it writes the loss under "all" instead of the addresses. A rank whose deadline passes
-//! removes its own key and leaves a note, so that another process may take its rank. Ranks that the server refuses leave notes as well: they
-//! are part of the text of a timeout.
+//! A rank that is missing is one without a key. If the connection of a rank ends, the server removes its key, and rank
+//! 0 waits for another process with this rank until `lost_after`. Then it writes the loss under "all" instead of the
+//! addresses. A rank whose deadline passes removes its own key and leaves a note, so that another process may take its
+//! rank. Ranks that the server refuses leave notes as well: they are part of the text of a timeout.
 //!
 //! Rank 0 sends the list of n addresses, each about 140 bytes, n times: 150 MB for 1,024 ranks.
 //!

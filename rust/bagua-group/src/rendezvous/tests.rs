@@ -1,4 +1,4 @@
-//! What the keys of an exchange say about ranks that misbehave.
+//! Tests of what the keys of an exchange say about ranks that misbehave.
 
 use std::net::TcpListener;
 use std::thread::{Scope, ScopedJoinHandle};

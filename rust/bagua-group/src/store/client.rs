@@ -24,14 +24,14 @@ const GRACE: Duration = Duration::from_millis(500);
 pub struct TcpStore {
     server: Server,
     frames: Mutex<Frames>,
-    /// If there is one: no request lasts longer than until shortly after it, and a broken connection is an error instead of another attempt,
-    /// because what was claimed is lost with the connection.
+    /// If there is one: no request lasts longer than until shortly after it, and a broken connection is an error
+    /// instead of another attempt, because what was claimed is lost with the connection.
     until: Option<Deadline>,
     /// True if the connection broke.
     is_broken: AtomicBool,
 }
 
-/// Where a store is served, and how its client proves itself.
+/// The address of a store's server, and the secret by which its client proves itself.
 #[derive(Clone)]
 pub(in super::super) struct Server {
     pub(in super::super) host: String,
@@ -48,15 +48,16 @@ impl TcpStore {
     /// Connects to the server, within `limit`; tries again while none listens there.
     ///
     /// # Errors
-    /// `Timeout` when no server answers there in time, `System` when server and client have different secrets, or one uses TLS and the
-    /// other does not; `InvalidArgument` for TLS without a secret or certificates.
+    /// `Timeout` when no server answers there in time, `System` when server and client have different secrets, or one
+    /// uses TLS and the other does not; `InvalidArgument` for TLS without a secret or certificates.
     pub fn connect(host: &str, port: u16, access: &Access<'_>, limit: Duration) -> Result<TcpStore> {
         let server = Server::new((host, port), access, 0, limit)?;
         let frames = server.connect_again()?;
         Ok(TcpStore::over(server, frames, None))
     }
 
-    /// Connects, and tries again after failures for which `retries` says so. The store serves until `until`, or until its connection breaks.
+    /// Connects, and tries again after failures for which `retries` says so. The store serves until `until`, or until
+    /// its connection breaks.
     pub(in super::super) fn until(
         until: Deadline,
         server: &Server,
@@ -79,7 +80,8 @@ impl TcpStore {
         lock(&self.frames).local_address()
     }
 
-    /// The value with which the server replies to a request. `repeats`: after a connection that broke, the request is sent again.
+    /// The value with which the server replies to a request. `repeats`: after a connection that broke, the request is
+    /// sent again.
     fn ask(&self, request: &Request, repeats: bool) -> Result<Option<Vec<u8>>> {
         match self.reply(request, repeats, Duration::ZERO)? {
             Reply::Nothing => Ok(None),

@@ -24,7 +24,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// A store in files on a file system that all processes share.
 #[derive(Debug)]
 pub struct FileStore {
-    /// What comes before the key in the path of a file.
+    /// The part of a file's path before the key.
     prefix: OsString,
     /// Permissions of a new file.
     mode: u32,

@@ -7,7 +7,7 @@ use super::super::wire::{Encoding, Texts, bytes, text};
 /// The most keys that one reply names.
 pub(in super::super) const KEYS_LIMIT: usize = 1 << 20;
 
-/// What a client asks.
+/// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) enum Request {
     Get(#[serde(with = "text")] String),

@@ -1,12 +1,12 @@
 //! The key-value store through which the processes of a job find each other: the calls of `torch.distributed.Store`.
 //!
-//! It helps processes to find each other, and nothing more: who answers at an address in it proves by itself that it belongs to the job.
-//! Server and client prove to each other that they know the job's secret, by the handshake of all connections, and by TLS where the job
-//! has it.
+//! The store helps processes to find each other, and nothing more: who answers at an address in it proves by itself
+//! that it belongs to the job. Server and client prove to each other that they know the job's secret, by the handshake
+//! of all connections, and by TLS where the job has it.
 //!
-//! Ranks exchange their addresses through a store, too (`rendezvous`). Two of its calls exist for that: a value that is claimed goes away
-//! when the connection of its client ends, so the store shows which ranks live; and the server answers a wait when the value comes, so
-//! that n ranks that wait for one value send n requests.
+//! Ranks exchange their addresses through a store, too (`rendezvous`). Two of its calls exist for that: a value that is
+//! claimed goes away when the connection of its client ends, so the store shows which ranks live; and the server
+//! answers a wait when the value comes, so that n ranks that wait for one value send n requests.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -64,12 +64,13 @@ pub trait Store: Send + Sync {
     /// The value of a key; `None` without one. Does not wait.
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 
-    /// Sets the value of a key that has none, and returns the value that it has then: torch's `compare_set` with an empty expected value.
-    /// By `add` and `set`, a process that ends between the two would leave the key without a value for ever.
+    /// Sets the value of a key that has none, and returns the value that it has then: torch's `compare_set` with an
+    /// empty expected value. By `add` and `set`, a process that ends between the two would leave the key without a
+    /// value for ever.
     fn set_new(&self, key: &str, value: &[u8]) -> Result<Vec<u8>>;
 
-    /// Sets the value of a key that has none, or has this one, and returns the value that it has then. A server removes a claimed value when
-    /// the connection of its client ends, and keeps it under "ended/", before the key.
+    /// Sets the value of a key that has none, or has this one, and returns the value that it has then. A server removes
+    /// a claimed value when the connection of its client ends, and keeps it under "ended/", before the key.
     fn claim(&self, key: &str, value: &[u8]) -> Result<Vec<u8>>;
 
     /// Removes the value of a key, if it has one.
@@ -94,8 +95,8 @@ pub trait Store: Send + Sync {
     /// Adds to the number that a key has as its value, in decimal digits, 0 without a value; returns the sum.
     fn add(&self, key: &str, amount: i64) -> Result<i64>;
 
-    /// Waits until all keys have a value. `check` is called between two looks: its error, such as that of a group that has failed, ends the
-    /// wait.
+    /// Waits until all keys have a value. `check` is called between two looks: its error, such as that of a group that
+    /// has failed, ends the wait.
     ///
     /// # Errors
     /// `Timeout` that names the first key without a value, and what `check` returns.

@@ -47,7 +47,7 @@ pub struct StoreServer {
     shared: Arc<StoreService>,
 }
 
-/// What the connections share.
+/// The state that the connections share.
 struct StoreService {
     key: Key,
     /// The ends of its TLS connections; `None` without TLS.
@@ -208,11 +208,12 @@ impl Values {
 }
 
 impl StoreServer {
-    /// Listens on a host and a port, 0 for any free one, and serves; without a host on every address. With a file, the values are kept in
-    /// it for a later server.
+    /// Listens on a host and a port, 0 for any free one, and serves; without a host on every address. With a file, the
+    /// values are kept in it for a later server.
     ///
     /// # Errors
-    /// `System` when it cannot listen there, or the file cannot be read or written; `InvalidArgument` for TLS without a secret or certificates.
+    /// `System` when it cannot listen there, or the file cannot be read or written; `InvalidArgument` for TLS without a
+    /// secret or certificates.
     pub fn start(host: &str, port: u16, access: &Access<'_>, kept_in: Option<&Path>) -> Result<StoreServer> {
         let listener = listen(host, port).map_err(|e| Error::system(&format!("listening on {host}:{port}"), e))?;
         let unreadable = |path: &Path, e| Error::system(&format!("keeping the store in {}", path.display()), e);
@@ -223,7 +224,7 @@ impl StoreServer {
     /// Serves on a listening socket, to the ranks of a world and others.
     ///
     /// # Errors
-    /// As [`StoreServer::start`].
+    /// The errors of [`StoreServer::start`].
     pub(in super::super) fn of_world(
         listener: TcpListener,
         access: &Access<'_>,
@@ -242,7 +243,8 @@ impl StoreServer {
         Ok(StoreServer { address, _server: server, shared })
     }
 
-    /// Waits until all clients that claimed something have closed their connections, for at most `limit`. True if they have.
+    /// Waits until all clients that claimed something have closed their connections, for at most `limit`. True if they
+    /// have.
     pub(in super::super) fn wait_for_clients(&self, limit: Duration) -> bool {
         let (deadline, StoreService { values, changed, .. }) = (Deadline::after(limit), &*self.shared);
         let mut values = lock(values);
@@ -262,7 +264,7 @@ impl StoreServer {
         }
     }
 
-    /// Where it listens.
+    /// The address at which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

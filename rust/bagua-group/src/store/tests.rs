@@ -1,4 +1,4 @@
-//! What every store has to do.
+//! Tests that every store has to pass.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;

@@ -49,7 +49,7 @@ fn check_len(codec: &dyn Codec, len: usize, dtype: DType, count: usize, chunks: 
 /// checked, for the number of this call (see [`draw`]).
 ///
 /// # Errors
-/// As [`records_len`], and `InvalidArgument` if `records` has another length than that.
+/// The errors of [`records_len`], and `InvalidArgument` if `records` has another length than that.
 pub fn encode(
     codec: &dyn Codec,
     dtype: DType,
@@ -77,7 +77,7 @@ pub fn encode(
 /// Decodes one record for each of `chunks` equal chunks of `elements`.
 ///
 /// # Errors
-/// As [`encode`], and `InvalidArgument` for a record that no encoder writes.
+/// The errors of [`encode`], and `InvalidArgument` for a record that no encoder writes.
 pub fn decode(codec: &dyn Codec, dtype: DType, records: &[u8], chunks: usize, elements: &mut [u8]) -> Result<()> {
     let count = elements.len() / dtype.size();
     check_len(codec, records.len(), dtype, count, chunks)?;

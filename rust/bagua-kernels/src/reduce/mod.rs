@@ -62,7 +62,7 @@ pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [
 /// Computes `parts[0] op parts[1] op …`, as [`combine`] does, and writes the result to every part.
 ///
 /// # Panics
-/// As [`combine`].
+/// Panics like [`combine`].
 pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     combine_everywhere_at(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
@@ -72,7 +72,7 @@ pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
 /// several cache lines at a time, but only if the instructions that need them are close together.
 ///
 /// # Panics
-/// As [`combine`].
+/// Panics like [`combine`].
 pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]], before: &mut Before<'_>) {
     // For other numbers of parts, every block initialises accumulators in memory.
     let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { element::BLOCK };
@@ -82,7 +82,7 @@ pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u
 /// Computes the sum as [`combine`] does, divided by `divisor` before rounding: an average over more ranks than inputs.
 ///
 /// # Panics
-/// As [`combine`], and if the dtype is neither float nor complex.
+/// Panics like [`combine`], and if the dtype is neither float nor complex.
 pub fn sum_over(dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
     sum_over_at(Level::best(), dtype, inputs, out, divisor);
 }

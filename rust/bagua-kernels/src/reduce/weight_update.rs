@@ -57,7 +57,7 @@ pub fn correct(dtype: DType, weights: &mut [u8], average: &[u8], snapshot: &[u8]
 /// Computes `out = values - base` by element. Half types are computed in float32 and rounded once.
 ///
 /// # Panics
-/// As [`correct`].
+/// Panics like [`correct`].
 pub fn subtract(dtype: DType, out: &mut [u8], values: &[u8], base: &[u8]) {
     match dtype {
         DType::F16 => subtract_as::<F16, 2>(out, values, base),

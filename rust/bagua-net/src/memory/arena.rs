@@ -83,7 +83,7 @@ impl Arena {
     /// Returns the 8-byte atomic at `offset`.
     ///
     /// # Panics
-    /// As [`Arena::word`].
+    /// Panics like [`Arena::word`].
     pub fn long(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset <= self.len() - 8);
         // SAFETY: as in `word`.

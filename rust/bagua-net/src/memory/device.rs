@@ -61,7 +61,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Must not wait for the device.
     ///
     /// # Errors
-    /// As [`Device::mark`].
+    /// The errors of [`Device::mark`].
     fn order(&self, stream: Option<usize>) -> Result<()> {
         let _ = stream;
         Ok(())
@@ -133,7 +133,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Copies `len` bytes within the device as work of `stream`, after the work that [`Device::order`] names.
     ///
     /// # Errors
-    /// As [`Device::mark`].
+    /// The errors of [`Device::mark`].
     ///
     /// # Safety
     /// Both must be valid memory of this device and must not overlap. Nothing else may use them until the stream has
@@ -373,7 +373,7 @@ impl<'a> BufferMut<'a> {
     /// Returns `len` uninitialized bytes for the running operation: the device's memory, or `memory` on the host.
     ///
     /// # Errors
-    /// As [`Device::room`].
+    /// The errors of [`Device::room`].
     pub fn room(place: DeviceRef<'a>, memory: &'a mut Vec<u8>, len: usize) -> Result<BufferMut<'a>> {
         match place {
             Some(device) if len > 0 => {

@@ -55,17 +55,17 @@ impl Region {
     /// Borrows `count` elements of device memory at `ptr`, an address of that device.
     ///
     /// # Errors
-    /// As [`Region::new`].
+    /// The errors of [`Region::new`].
     ///
     /// # Safety
-    /// As [`Region::new`], for accesses by the device and its copy functions.
+    /// The conditions of [`Region::new`], for accesses by the device and its copy functions.
     pub unsafe fn on(device: Arc<dyn Device>, ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
         // SAFETY: the caller's promise.
         unsafe { Region::at(ptr, count, dtype, Some(device)) }
     }
 
     /// # Safety
-    /// As [`Region::new`] or [`Region::on`].
+    /// The conditions of [`Region::new`] or [`Region::on`].
     unsafe fn at(ptr: *mut u8, count: usize, dtype: DType, device: Option<Arc<dyn Device>>) -> Result<Region> {
         let fits = count.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
         if !fits {
@@ -209,7 +209,7 @@ impl Region {
     /// Calls `work` with all `parts` as one buffer for reading, as [`Region::whole`] does for writing.
     ///
     /// # Errors
-    /// As [`Region::whole`].
+    /// The errors of [`Region::whole`].
     pub fn read_whole<R>(
         parts: &mut [Region],
         on_device: bool,

@@ -146,7 +146,7 @@ impl SharedArena {
     /// Creates `len` zeroed and populated bytes that only this process can access.
     ///
     /// # Errors
-    /// As [`SharedArena::new`].
+    /// The errors of [`SharedArena::new`].
     pub fn private(len: usize, registry: &Arc<Registry>) -> Result<SharedArena> {
         let mapping = Mapping::private(fitting(len)?)?;
         mapping.populate(0..mapping.len())?;

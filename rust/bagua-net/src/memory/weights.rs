@@ -44,7 +44,7 @@ pub trait DeviceWeights: Send {
     /// Copies the average, or other values for all weights, from the host to the device.
     ///
     /// # Errors
-    /// As [`DeviceWeights::read_snapshot`].
+    /// The errors of [`DeviceWeights::read_snapshot`].
     fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 }
 

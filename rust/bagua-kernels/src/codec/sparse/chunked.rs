@@ -1,9 +1,9 @@
 //! top_k with chunks: the k largest magnitudes of each chunk of at most 4096 elements, in 14 bits per kept element.
 //!
 //! For each chunk, a record has a float32 scale, the kept positions, ascending, in 12 bits, and their values in 2 bits.
-//! Both are packed from the lowest bit on, and each ends with a whole byte. Zeros follow up to a multiple of 32. The low
-//! bit of a value is 1 if the element is negative, and the high bit is 1 if its magnitude is twice the scale instead of
-//! the scale:
+//! Both are packed from the lowest bit on, and each ends with a whole byte. Zeros follow up to a multiple of 32. The
+//! low bit of a value is 1 if the element is negative, and the high bit is 1 if its magnitude is twice the scale
+//! instead of the scale:
 //!
 //! - w = 2 if the magnitude is larger than 1.5 times the mean magnitude of the kept elements, otherwise 1
 //! - scale = (sum of w * magnitude) / (sum of w * w), at most half of the largest magnitude if a w is 2

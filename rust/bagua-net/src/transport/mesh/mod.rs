@@ -197,7 +197,7 @@ impl Mesh {
     /// this one.
     ///
     /// # Errors
-    /// As [`Mesh::exchange`].
+    /// The errors of [`Mesh::exchange`].
     pub fn exchange_unless(
         &mut self,
         cx: &OpContext<'_>,
@@ -211,7 +211,7 @@ impl Mesh {
     /// Exchanges messages like [`Mesh::exchange`], as one of several exchanges in an operation.
     ///
     /// # Errors
-    /// As [`Mesh::exchange`].
+    /// The errors of [`Mesh::exchange`].
     pub fn exchange_step(
         &mut self,
         cx: &OpContext<'_>,
@@ -263,7 +263,7 @@ impl Mesh {
     /// Sends and receives all messages of a plan.
     ///
     /// # Errors
-    /// As [`Mesh::exchange`].
+    /// The errors of [`Mesh::exchange`].
     pub fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
         let mut messages = std::mem::take(&mut self.messages);
         let outcome = self.run_with(cx, plan, &mut messages);
