@@ -67,9 +67,10 @@ pub struct Chunks {
 
 /// A two-shot codec on a device, for compressed all_reduce and for the compressed ring.
 ///
-/// Its records are on the device, with the same bytes as those of the codec on the host. Each method is a step of the
-/// running operation, and may leave the work to the device. Records that are not finite are counted at the latest when
-/// the device is done. Methods return the errors of the device, the first cause of the group's failure, or `Timeout`.
+/// The records are on the device, with the same bytes as those of the codec on the host. Each method is a step of the
+/// running operation. A method may return before the device has done the work. Records that are not finite are counted
+/// when the device is done, or earlier. Methods return the errors of the device, the first cause of the group's
+/// failure, or `Timeout`.
 pub trait DeviceCodec {
     /// Encodes all chunks into consecutive records.
     fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: BufferMut<'_>) -> Result<()>;

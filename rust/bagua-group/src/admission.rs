@@ -28,7 +28,7 @@ use crate::wait::lock;
 /// [`STEP_TIMEOUT`](handshake::STEP_TIMEOUT).
 const FIRST_BYTES: Duration = Duration::from_millis(50);
 
-/// Where a connection comes from; `None` for a Unix socket.
+/// IP address from which a connection comes; `None` for a Unix socket.
 type Source = Option<std::net::IpAddr>;
 
 /// The connections of one listener that have not proved that they belong to the job.
@@ -125,23 +125,23 @@ impl Drop for Candidate {
     }
 }
 
-/// Whether one more connection may be accepted.
+/// Says if and when one more connection may be accepted.
 #[derive(Debug, PartialEq, Eq)]
 enum Vacancy {
     Free,
-    /// Then at the latest.
+    /// At this time at the latest.
     FreeAt(Instant),
-    /// When the oldest one has left, unless its hello has come.
+    /// When the oldest connection has been closed, unless its hello arrives first.
     Ending,
 }
 
 #[derive(Debug)]
 struct Table {
-    /// Places of each half (invariant 1).
+    /// Number of places in each half (invariant 1).
     half: usize,
     /// Id of the next entry.
     next: u64,
-    /// By id, and so by age.
+    /// Entries by id, which is also the order of their age.
     entries: BTreeMap<u64, Entry>,
 }
 
@@ -149,9 +149,9 @@ struct Table {
 struct Entry {
     source: Source,
     since: Instant,
-    /// It is in the half of those whose hello has come.
+    /// True if the hello has arrived. The entry is then in the second half.
     sent_hello: bool,
-    /// It has had its time for the hello.
+    /// True if the time for the hello is over.
     is_due: bool,
     /// See [`Candidate::ended`].
     ended: Arc<Notify>,
@@ -165,7 +165,7 @@ impl Table {
         id
     }
 
-    /// Moves an entry to the other half, whose oldest one makes room.
+    /// Moves an entry to the second half. If that is full, its oldest entry is removed.
     fn has_sent_hello(&mut self, id: u64) {
         if let Some(entry) = self.oldest(true).and_then(|oldest| self.entries.remove(&oldest)) {
             entry.ended.notify_one();
@@ -176,12 +176,12 @@ impl Table {
         }
     }
 
-    /// Whether an entry has its place still.
+    /// True if an entry still has its place.
     fn keeps(&self, id: u64) -> bool {
         self.entries.get(&id).is_some_and(|entry| !entry.is_due)
     }
 
-    /// Makes room for one more connection, if the oldest one has had its time.
+    /// Makes room for one more connection if the time of the oldest one is over.
     fn place(&mut self, now: Instant) -> Vacancy {
         let Some(oldest) = self.oldest(false) else { return Vacancy::Free };
         let entry = self.entries.get_mut(&oldest).expect("the entry that was found");
@@ -196,7 +196,8 @@ impl Table {
         Vacancy::Ending
     }
 
-    /// Of a half that is full, the oldest entry of the source that has the most there.
+    /// Returns the entry that must leave a half. `None` if the half is not full. It is the oldest entry of the source
+    /// with the most entries in this half.
     fn oldest(&self, sent_hello: bool) -> Option<u64> {
         let half = || self.entries.iter().filter(|(_, entry)| entry.sent_hello == sent_hello);
         let mut counts: HashMap<Source, usize> = HashMap::new();

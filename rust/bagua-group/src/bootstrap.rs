@@ -150,13 +150,13 @@ pub(super) fn listen_for_view(former: &Plane, view: u64) -> Result<(Listeners, E
 
 /// A view of a group that its members agreed on.
 pub(super) struct NextView {
-    /// Its number.
+    /// Number of the view.
     pub(super) view: u64,
-    /// Its members by their ranks in the group, ascending.
+    /// Members by their ranks in the group, ascending.
     pub(super) members: Vec<usize>,
-    /// Where each of them listens.
+    /// Listening endpoint of each member.
     pub(super) endpoints: Vec<Endpoint>,
-    /// Those of this rank.
+    /// Listeners of this rank.
     pub(super) listeners: Listeners,
 }
 

@@ -30,7 +30,7 @@ const MACHINE: u32 = 2;
 /// Builds one lane, and connects its ranks later where they pass descriptors.
 pub(super) struct LaneBuilder<'a> {
     pub(super) conns: &'a LaneConns,
-    /// What is opened, for error texts.
+    /// Name of the thing that is opened, for error texts.
     pub(super) what: &'static str,
     /// Group ranks on each host, ascending.
     pub(super) hosts: &'a [Vec<usize>],

@@ -44,7 +44,8 @@ parameters! {
     host_name: String = String::new();
     /// Secret of the job, with which the two ends of a connection authenticate each other.
     secret: Vec<u8> = Vec::new();
-    /// Whether TCP connections are encrypted, and how their ends prove themselves; the same on all ranks.
+    /// Encryption of TCP connections, with the way in which their ends authenticate each other; `None` for plain TCP.
+    /// The same on all ranks.
     tls: Option<Tls> = None;
     /// Address to listen on (port 0: any free port), as [`local_address_towards`](super::local_address_towards) returns it.
     listen: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0));

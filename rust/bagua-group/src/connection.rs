@@ -229,7 +229,8 @@ impl ControlConn {
         matches!(self.socket, AsyncSocket::Unix(_))
     }
 
-    /// Its packets go before those of data, which can fill the line for longer than a heartbeat may take.
+    /// Makes the kernel send this connection's packets before packets of data, which can fill the line for longer than
+    /// a heartbeat may take.
     pub(super) fn expedite(&self) {
         let stream = match &self.socket {
             AsyncSocket::Tcp(stream) => stream.as_fd(),

@@ -256,14 +256,15 @@ impl std::fmt::Display for Refusal {
 pub(super) enum Failed {
     /// The connection broke; another attempt may succeed.
     Broken {
-        /// What happened.
+        /// Text that says what happened.
         how: String,
         /// The operating system's error.
         source: Source,
     },
     /// The server refused; it would refuse every further attempt.
     Refused(Refusal),
-    /// TLS failed: another secret, no TLS or a certificate that does not count. Every further attempt would fail as well.
+    /// TLS failed: the peer has another secret, no TLS, or a certificate that is not accepted. Every further attempt
+    /// would fail as well.
     Tls(String),
 }
 

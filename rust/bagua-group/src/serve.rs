@@ -1,8 +1,8 @@
 //! The server: accepts connections, authenticates each, and gives it to a [`Service`].
 //!
-//! The control plane, the rendezvous, the store and joining are a service each. What holds for all of them is here: how many
-//! connections may be unauthenticated (`admission`), the order of the steps of TLS and of the handshake, and that a refused client gets
-//! the reason.
+//! The control plane, the rendezvous, the store and joining each have a service. This file has the rules that all
+//! services share: a limit on unauthenticated connections (`admission`), the order of the steps of TLS and of the
+//! handshake, and the reason that a refused client gets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,13 +19,13 @@ use super::listen::Listener;
 use super::tls::{Ends, Refused};
 use crate::error::{Error, Result};
 
-/// Pause after an attempt to accept that failed.
+/// Pause after `accept` failed.
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// What a connection is accepted as, or why it is refused.
+/// The result of accepting a connection, or the reason why it is refused.
 pub(super) type Accepted<T> = std::result::Result<T, Refusal>;
 
-/// What a server does with its connections.
+/// The behaviour of a server towards its connections.
 pub(super) trait Service: Send + Sync + 'static {
     /// The identity of an authenticated client.
     type Client: Send;
@@ -33,21 +33,22 @@ pub(super) trait Service: Send + Sync + 'static {
     /// The ends of its TLS connections; `None` without TLS.
     fn tls(&self) -> Option<&Ends>;
 
-    /// Checks a client's hello, and its proof of the secret by [`handshake::authenticate`].
+    /// Checks a client's hello, and by [`handshake::authenticate`] that the client knows the secret.
     fn authenticate(
         &self,
         received: ReceivedHello,
         socket: &mut AsyncSocket,
     ) -> impl Future<Output = Accepted<Self::Client>> + Send;
 
-    /// Serves an authenticated client; the first step is [`handshake::accept`].
+    /// Serves an authenticated client. Must call [`handshake::accept`] first.
     fn serve(self: Arc<Self>, client: Self::Client, conn: ControlConn) -> impl Future<Output = Accepted<()>> + Send;
 
-    /// Notes why a connection was refused.
+    /// Called when a connection was refused.
     fn refused(&self, _refused: &Refused) {}
 }
 
-/// Serves until `until` completes; returns its output, and the tasks of open connections, which end when they are dropped.
+/// Serves until `until` completes. Returns the output of `until`, and the tasks of open connections, which end when
+/// they are dropped.
 pub(super) async fn serve<S: Service, T>(
     service: &Arc<S>,
     listener: Listener,

@@ -27,7 +27,7 @@ const NUMBER_SHIFT: u32 = 8;
 
 /// A stream of a lane or of messages: closed in forked children, and counted.
 pub struct DataStream {
-    /// Of all its descriptors. Unregistered before they are closed.
+    /// Registrations of all descriptors of the stream. They end before the descriptors are closed.
     _fork_fds: Vec<ForkFd>,
     stream: Box<dyn Transport>,
     /// The group's counters.
@@ -35,7 +35,7 @@ pub struct DataStream {
 }
 
 impl DataStream {
-    /// The stream over a connection. `more`: registrations of further descriptors of it.
+    /// Creates the stream over a connection. `more` has the registrations of its other descriptors.
     pub(super) fn new(
         conn: DataConn,
         more: Option<ForkFd>,
@@ -142,11 +142,11 @@ impl LaneConns {
 /// Opens the streams of one mesh of a lane.
 pub(super) struct StreamOpener {
     conns: LaneConns,
-    /// Of its streams: distinguishes the meshes of one lane.
+    /// Index that all streams of this mesh carry, so that the meshes of one lane are not confused.
     index: u32,
-    /// Group ranks by index of the mesh.
+    /// Group rank of each index in the mesh.
     members: Vec<usize>,
-    /// By index of the mesh: the streams that are being opened, in the order of their numbers.
+    /// For each index in the mesh, the streams that are being opened, in the order of their numbers.
     opening: HashMap<usize, VecDeque<Awaited>>,
 }
 

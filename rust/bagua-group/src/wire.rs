@@ -179,7 +179,7 @@ pub(super) mod text {
         if text.len() > TEXT_LIMIT { Err(D::Error::custom("a text is too long")) } else { Ok(text.to_owned()) }
     }
 
-    /// Where to truncate a text: `str::floor_char_boundary`, which the oldest supported compiler lacks.
+    /// Returns the index at which to truncate a text. The oldest supported compiler lacks `str::floor_char_boundary`.
     fn limit(text: &str) -> usize {
         (0..=TEXT_LIMIT.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
     }

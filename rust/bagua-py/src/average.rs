@@ -337,10 +337,10 @@ pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 /// Returns the memory of a model. `lane_device` is the averaging's state on the device, if the model is on one.
 ///
 /// # Errors
-/// As [`address_to_region::weights_in`], and `NotImplemented` for a stream that is being captured.
+/// The errors of [`address_to_region::weights_in`], and `NotImplemented` for a stream that is being captured.
 ///
 /// # Safety
-/// As [`address_to_region::weights_in`], for all of the memory.
+/// The conditions of [`address_to_region::weights_in`], for all of the memory.
 pub unsafe fn model(
     py: Python<'_>,
     (weights, buffers): (Vec<Described>, Vec<Described>),

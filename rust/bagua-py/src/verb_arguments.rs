@@ -127,7 +127,7 @@ impl Request {
     }
 
     /// # Safety
-    /// As [`Request::new`].
+    /// The conditions of [`Request::new`].
     #[inline]
     unsafe fn checked(
         group: &Group,

@@ -32,18 +32,19 @@ impl Lanes {
         Ok(())
     }
 
-    /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.
+    /// True if the collective of the global lane reduces inside hosts first, or if no two ranks of the group share a
+    /// host.
     pub(super) fn route_is_hierarchical(&self) -> bool {
         let Some(group) = &self.group else { return true };
         self.global.collective() != "net" || group.machines().iter().all(|machine| machine.len() == 1)
     }
 
-    /// How many hosts the ranks are on; 1 for a lane that belongs to no group.
+    /// Returns the number of hosts of the ranks, or 1 for a lane that belongs to no group.
     fn host_count(&self) -> usize {
         self.group.as_ref().map_or(1, |group| group.machines().len())
     }
 
-    /// Whether a compressed all_reduce, and the compressed ring, leave the tensor on this device, and encode it there.
+    /// True if a compressed all_reduce or compressed ring encodes a tensor of this device on the device.
     ///
     /// # Errors
     /// The errors of [`Collective::codec_on`].

@@ -73,14 +73,14 @@ impl Lane {
         Lane { collective, health, stats, epoch, number, timeout, seq: 0, step: 0, recorder: None, queued: None }
     }
 
-    /// The same lane, whose operations are recorded.
+    /// Returns the lane with a recorder of its operations.
     #[must_use]
     pub fn recorded_by(mut self, recorder: LaneRecorder) -> Lane {
         self.recorder = Some(recorder);
         self
     }
 
-    /// What records its operations.
+    /// Returns the recorder of the lane's operations.
     pub fn recorder(&self) -> Option<LaneRecorder> {
         self.recorder.clone()
     }
@@ -90,7 +90,7 @@ impl Lane {
         self.collective.rank()
     }
 
-    /// Ranks in the group.
+    /// Number of ranks in the group.
     pub fn size(&self) -> usize {
         self.collective.size()
     }
@@ -128,19 +128,19 @@ impl Lane {
         self.perform(None, options, print, verb, operands)
     }
 
-    /// The elements of a verb of this rank, as the fingerprint counts them, without running it.
+    /// Returns the number of elements of this rank's verb, as the fingerprint counts them. Does not run the verb.
     ///
     /// # Errors
-    /// Those of [`Lane::run`] for buffers that do not fit the verb.
+    /// The errors of [`Lane::run`] for buffers that do not fit the verb.
     pub fn check(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size: usize) -> Result<usize> {
         count_of(verb, dtype, io, rank, size)
     }
 
-    /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of
-    /// them is one member.
+    /// Returns the fingerprint of a verb, before the operation has a number. `members` is the number of ranks, or of
+    /// hosts if each host counts as one member.
     ///
     /// # Errors
-    /// Those of [`Lane::run`] before anything is sent.
+    /// The errors that [`Lane::run`] returns before it sends anything.
     fn print_of(
         &self,
         options: &Options<'_>,
@@ -269,12 +269,12 @@ pub struct Lanes {
     /// Connects the collectives by host; `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
     hosts: Option<Hier>,
-    /// Those of the buckets that are communicated on the lanes, which are notified of the end.
+    /// Devices of the buckets that are communicated on the lanes. [`Lanes::end`] notifies them.
     devices: Vec<Arc<dyn Device>>,
 }
 
 impl From<Lane> for Lanes {
-    /// The lanes of a lane without a group, as tests and benchmarks build it: without lanes by host.
+    /// Returns lanes that have only the global one, for tests and benchmarks, whose lane belongs to no group.
     fn from(global: Lane) -> Lanes {
         Lanes { global, group: None, hosts: None, devices: Vec::new() }
     }
@@ -289,16 +289,16 @@ impl Lanes {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None, devices: Vec::new() })
     }
 
-    /// The next operation is the one that was queued with this ticket; `None`: it was not queued. Returns the ticket
-    /// that no operation has used.
+    /// Declares that the next operation was queued with this ticket, or was not queued (`None`). Returns the previous
+    /// ticket if no operation has used it.
     pub fn expect(&mut self, ticket: Option<Ticket>) -> Option<Ticket> {
         std::mem::replace(&mut self.global.queued, ticket)
     }
 
-    /// The buckets that are communicated from now on are on these devices, which are made ready for that.
+    /// Prepares the devices of the buckets that are communicated from now on.
     ///
     /// # Errors
-    /// Whatever a device reports.
+    /// The error of a device that cannot be prepared.
     pub fn prepare(&mut self, devices: Vec<Arc<dyn Device>>) -> Result<()> {
         devices.iter().try_for_each(|device| device.prepare())?;
         self.devices = devices;
@@ -314,16 +314,17 @@ impl Lanes {
         }
     }
 
-    /// Whether an all_reduce works on memory of this device, as `hierarchical` says.
+    /// True if an all_reduce, `hierarchical` or not, works on memory of this device.
     pub fn reaches(&self, place: DeviceRef<'_>, hierarchical: bool) -> bool {
         self.global.reaches(place) && (place.is_none() || !hierarchical || self.route_is_hierarchical())
     }
 
-    /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the
-    /// collective of the global lane is flat: the result of an all_reduce then equals that of a hierarchical collective
-    /// bitwise, and that of a flat one within rounding. In the verbs over exchange each host is one member then, see
-    /// [`crate::collective::Hier`]; a compressed all_reduce on one host is the plain one, bitwise. The result is equal
-    /// on all ranks.
+    /// Runs a verb on all ranks. The result is equal on all ranks.
+    ///
+    /// With [`flags::HIERARCHICAL`], the ranks of one host combine first, even if the collective of the global lane is
+    /// flat. The result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one
+    /// within rounding. In the verbs over exchange, each host is then one member (see [`crate::collective::Hier`]), so
+    /// on one host a compressed all_reduce gives the bits of the plain one.
     ///
     /// # Errors
     /// The errors of [`Lane::run`].

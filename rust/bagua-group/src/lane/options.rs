@@ -1,13 +1,13 @@
-//! What a caller may say about one operation.
+//! Options of one operation.
 
 use std::time::Duration;
 
 use crate::types::{Shape, flags};
 
-/// What a caller may say about one operation.
+/// Options of one operation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options<'a> {
-    /// Deadline; `None`: the group's default.
+    /// Time limit; `None` means the group's default.
     pub timeout: Option<Duration>,
     /// Bucket or other label for error texts.
     pub label: &'a str,
@@ -27,7 +27,7 @@ impl Options<'_> {
 }
 
 impl<'a> Options<'a> {
-    /// Those of an operation on a bucket; `hierarchical`: inside hosts first.
+    /// Returns the options of an operation on a bucket. With `hierarchical`, ranks of one host combine first.
     pub fn of_bucket(label: &'a str, hierarchical: bool) -> Options<'a> {
         Options { label, flags: if hierarchical { flags::HIERARCHICAL } else { 0 }, ..Options::DEFAULT }
     }

@@ -12,10 +12,11 @@ use crate::types::{Kind, ReduceOp};
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// What a [`Recorder`] was asked to do.
+/// The operations that a [`Recorder`] was asked to run.
 type Log = Arc<Mutex<Vec<Fingerprint>>>;
 
-/// Rank 1 of 4, alone: notes each fingerprint, moves nothing, and fails with `error` if there is one.
+/// A collective that claims to be rank 1 of 4. Records each fingerprint and moves no data. Fails with `error` if that
+/// is set.
 struct Recorder {
     log: Log,
     error: Option<Error>,

@@ -60,7 +60,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `run` returns, and the most bytes that this thread held meanwhile on top of what it held before.
+/// Returns the result of `run`, and the largest number of additional bytes that this thread held while `run` ran.
 pub(super) fn peak<T>(run: impl FnOnce() -> T) -> (T, usize) {
     START.set(HELD.get());
     PEAK.set(0);

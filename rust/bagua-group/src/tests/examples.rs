@@ -267,7 +267,7 @@ fn messages() -> Vec<Any> {
     all
 }
 
-/// What the encoders write, by kind of input.
+/// The bytes that the encoders write, by kind of input.
 fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let purposes = [Purpose::Control, Purpose::Stream, Purpose::Segment, Purpose::Join, Purpose::Store, Purpose::Probe];
     let hello = |purpose| {

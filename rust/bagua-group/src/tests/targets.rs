@@ -1,6 +1,7 @@
 //! The kinds of input: which parser takes one, and what must hold whatever it gets.
 //!
-//! What parses is equal after it is encoded and parsed again. The bytes may differ, because a number may have more bytes than it needs.
+//! A parsed value must be equal after it is encoded and parsed again. The bytes may differ, because the encoding allows
+//! a number to have more bytes than it needs.
 
 use std::fmt::Debug;
 use std::future::Future;
@@ -127,7 +128,7 @@ fn check_fixed<const N: usize, T: PartialEq + Debug, E>(
     true
 }
 
-/// What a control connection does with its bytes: a frame, and its message.
+/// Parses the bytes as a control connection does: a frame, and its message.
 fn check_frame(bytes: &[u8]) -> bool {
     let mut stream = bytes;
     let (read, held) = peak(|| now(read_frame(&mut stream, FRAME_LIMIT)));
@@ -151,7 +152,7 @@ fn check_addresses(bytes: &[u8]) -> bool {
     true
 }
 
-/// What a future returns that never waits.
+/// Returns the output of a future that never waits.
 fn now<T>(future: impl Future<Output = T>) -> T {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(value) => value,

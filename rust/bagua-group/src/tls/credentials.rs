@@ -38,7 +38,7 @@ fn provider() -> Arc<CryptoProvider> {
     })
 }
 
-/// What the two ends of a TLS connection prove to each other.
+/// The way in which the two ends of a TLS connection authenticate each other.
 #[derive(Clone, Debug)]
 pub enum Tls {
     /// A key pair that is derived from the job's secret.
@@ -218,7 +218,8 @@ impl SharedKeyPair {
     }
 }
 
-/// What a check of servers and one of clients have alike, over `signed` and `schemes` of their type. There is only TLS 1.3 here.
+/// The methods that the verifiers of servers and of clients have in common. They call `signed` and `schemes` of the
+/// type that uses this macro. Only TLS 1.3 is supported.
 macro_rules! signatures {
     () => {
         fn verify_tls12_signature(
@@ -302,7 +303,7 @@ pub struct Certificates {
 struct SignedBy {
     /// The CA.
     roots: Arc<RootCertStore>,
-    /// Of signatures in certificates and handshakes.
+    /// Algorithms of signatures in certificates and handshakes.
     algorithms: WebPkiSupportedAlgorithms,
 }
 

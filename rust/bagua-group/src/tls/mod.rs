@@ -35,7 +35,7 @@ use credentials::Credentials;
 pub struct Access<'a> {
     /// The job's secret.
     pub secret: &'a [u8],
-    /// Whether its connections are encrypted.
+    /// Encryption of the job's connections; `None` for plain TCP.
     pub tls: Option<&'a Tls>,
 }
 
@@ -138,7 +138,7 @@ pub fn tls_pair(access: &Access<'_>, sockets: (StdStream, StdStream)) -> Result<
 #[derive(Debug)]
 pub(super) struct Refused {
     pub(super) why: Refusal,
-    /// What may explain to a user why a rank did not come.
+    /// Text that may explain to a user why a rank did not join.
     pub(super) text: Option<String>,
 }
 

@@ -1,31 +1,31 @@
-//! What an agreement asks its driver for, and how it ends.
+//! The actions that an agreement asks its driver to perform, and its possible outcomes.
 
 #[cfg(doc)]
 use super::agreement::Agreement;
 use super::message::{Endpoint, ViewMessage};
 
-/// What the driver has to do.
+/// An action that the driver must perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) enum Action {
     /// Send a message to these ranks.
     Send(Vec<usize>, ViewMessage),
-    /// Call [`Agreement::say`] after a while, in which more losses may become known.
+    /// Wait for a moment, during which more losses may become known, and then call [`Agreement::say`].
     SayLater,
-    /// Send a message to all ranks, before the end of this rank's connections is noticed anywhere.
+    /// Send a message to all ranks. It must arrive before any rank notices that this rank's connections have ended.
     Publish(ViewMessage),
-    /// Connect to the members of the view for which [`Agreement::say`] has listened last, open their lanes, make a barrier, and
-    /// report [`Agreement::passed`] or [`Agreement::failed`].
+    /// Connect to the members of the view for which the last [`Agreement::say`] opened listeners, open lanes to them,
+    /// run a barrier, and then call [`Agreement::passed`] or [`Agreement::failed`].
     Build {
         /// Number of the view.
         view: u64,
-        /// Where the members listen, in the order of their ranks.
+        /// Listening endpoints of the members, in the order of their ranks.
         endpoints: Vec<Endpoint>,
         /// The members.
         members: Vec<usize>,
     },
-    /// End the build soon: because of this rank, or because the deadline has passed.
+    /// Cancel the build. `Some` is the rank that made this necessary; `None` means that the deadline has passed.
     Cancel(Option<usize>),
-    /// Leave the built group, which this rank does not use, without being taken for one that has ended.
+    /// Leave the built group, which this rank does not use. Its members must not conclude that this process has ended.
     Abandon,
     /// The agreement has ended.
     Finish(Outcome),
@@ -34,11 +34,11 @@ pub(in super::super) enum Action {
 /// How an agreement ends on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) enum Outcome {
-    /// The built group is the view of this number with these members.
+    /// The built group is the view with this number and these members.
     Opened(u64, Vec<usize>),
-    /// The others go on without this rank, as this one of them says.
+    /// The other ranks continue without this rank. The number is the rank that said so.
     Excluded(usize),
-    /// There is no view, for this reason.
+    /// The ranks could not agree on a view, for this reason.
     Refused(String),
     /// The deadline passed before these ranks had done their part.
     TimedOut(Vec<usize>),

@@ -19,29 +19,29 @@ pub enum Quorum {
     /// More than half of the ranks whose process is not known to have ended, or half of them with the lowest.
     #[default]
     Majority,
-    /// Any. Parts of the group that cannot reach each other may then both go on.
+    /// Any number of ranks suffices. Parts of the group that cannot reach each other may then both continue.
     Any,
 }
 
-/// What is known of a rank that is gone.
+/// The way in which a rank is gone, as far as this rank knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Gone {
-    /// Its process has ended or it has left the group.
+    /// The rank's process has ended, or the rank has left the group.
     Ended,
-    /// It cannot be reached, or its connection broke; its process may live on.
+    /// The rank cannot be reached, or its connection broke. Its process may still run.
     Silent,
-    /// It is in another view.
+    /// The rank is in another view.
     Moved,
 }
 
-/// How far this rank is.
+/// This rank's progress in the agreement.
 #[derive(Clone, Debug)]
 enum Phase {
-    /// It does not take part.
+    /// This rank does not take part.
     Idle,
-    /// It is ready for the current view.
+    /// This rank is ready for the current view.
     Waiting,
-    /// It connects, opens lanes, or waits in the barrier.
+    /// This rank connects, opens lanes, or waits in the barrier.
     Building(Build),
 }
 
@@ -50,11 +50,11 @@ enum Phase {
 struct Build {
     view: u64,
     members: Vec<usize>,
-    /// Of the members, on the leader, who proposes the view again to a member that has not got the proposal.
+    /// Endpoints of the members, only on the leader, which sends the proposal again to a member that did not get it.
     endpoints: Vec<Endpoint>,
-    /// The driver was asked to end it.
+    /// True if the driver was asked to cancel the build.
     cancelled: bool,
-    /// A member has passed the barrier: this rank passes it, too, or fails there because of a loss, and uses the view all the same.
+    /// True if a member has passed the barrier. This rank then uses the view even if a loss makes its barrier fail.
     known_open: bool,
 }
 
@@ -65,30 +65,32 @@ pub(in super::super) struct Agreement {
     size: usize,
     /// The view that this rank is ready for, or will be when its build has ended. Never decreases.
     view: u64,
-    /// `Ready` was sent for `view`.
+    /// True if `Ready` was sent for `view`.
     said: bool,
-    /// [`Action::SayLater`] was returned, and [`Agreement::say`] was not called since.
+    /// True if [`Action::SayLater`] was returned and [`Agreement::say`] has not been called since.
     says_later: bool,
-    /// Calls of [`Agreement::remind`] since something new came or was said: what is in flight is not lost.
+    /// Calls of [`Agreement::remind`] since the last new message was sent or received. A message in flight must not be
+    /// taken for a lost one.
     quiet: u32,
     quorum: Quorum,
     gone: BTreeMap<usize, Gone>,
-    /// By rank; not of those that are gone. Only the leader gets those of all.
+    /// The last `Ready` of each rank that is not gone. Only the leader gets the messages of all ranks.
     ready: BTreeMap<usize, Ready>,
-    /// A rank that the leader found not to agree: the next look begins there, as it looks after the message of every rank.
+    /// A rank that had not agreed when the leader looked last. The next search begins at this rank, because the leader
+    /// searches after every message.
     awaited: usize,
-    /// Whom the leader waited for when it gave up.
+    /// Ranks that the leader waited for when it gave up.
     missed: Vec<usize>,
-    /// Where this rank listens for the members of `view`: known when `said`.
+    /// This rank's listener for the members of `view`. `Some` once `said` is true.
     endpoint: Option<Endpoint>,
     phase: Phase,
     /// A view whose barrier this rank has entered but not passed, see invariant 3.
     candidate: Option<(u64, Vec<usize>)>,
-    /// A rank that goes on without this one.
+    /// A rank that continues without this one.
     excluded_by: Option<usize>,
     /// Another rank's refusal.
     refused: Option<String>,
-    /// The deadline has passed.
+    /// True if the deadline has passed.
     expired: bool,
     /// Views that failed since a rank was lost.
     failures: u32,
@@ -171,7 +173,7 @@ impl Agreement {
         }
     }
 
-    /// The others go on without this rank, as this one of them says.
+    /// Records that the other ranks continue without this rank. Rank `by` said so.
     pub(in super::super) fn exclude(&mut self, by: usize, out: &mut Vec<Action>) {
         self.excluded_by = Some(by);
         self.advance(out);
@@ -365,7 +367,7 @@ impl Agreement {
         self.living().into_iter().filter(|rank| *rank != self.me).collect()
     }
 
-    /// What follows from what is known now.
+    /// Takes the next step that the current state allows, and adds its actions to `out`.
     fn advance(&mut self, out: &mut Vec<Action>) {
         let ends = self.excluded_by.is_some() || self.refused.is_some() || self.expired;
         match &mut self.phase {
@@ -421,7 +423,7 @@ impl Agreement {
         self.finish(Outcome::Opened(view, members), out);
     }
 
-    /// Whether this rank is among the members that listen there, and the others are those that are not gone.
+    /// True if the members with these endpoints are this rank and all other ranks that are not gone.
     fn is_of_members(&self, endpoints: &[Endpoint]) -> bool {
         let before = self.gone.keys().filter(|rank| **rank < self.me).count();
         endpoints.len() == self.size - self.gone.len() && endpoints.get(self.me - before).copied() == self.endpoint

@@ -1,8 +1,9 @@
-//! Data between every two members of a new view, before it is used.
+//! A test of the lines between the members of a new view, before the view is used.
 //!
-//! Connecting, and a barrier, exchange packets of less than 200 bytes, and a barrier by hosts not even between every two members. A line
-//! that loses full packets lets them pass, and the first verb of the new view would fail. In a large view most pairs never exchange
-//! anything: there an all_reduce carries data between those that do. In memory that all members share there are no packets.
+//! A line that loses full packets may still pass the small ones. Connecting and a barrier exchange packets of less
+//! than 200 bytes, so they would succeed, and the first verb of the new view would fail. Therefore every member sends
+//! full packets to every other member. In a large view most pairs never exchange anything; there an all_reduce sends
+//! data between the pairs that do. Members that share memory send no packets and need no test.
 
 use super::super::control::FULL;
 use super::super::lane::{Lane, Options};
@@ -10,22 +11,24 @@ use crate::error::{Error, Result};
 use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 
-/// The most bytes from one member to another: dozens of full packets.
+/// Maximum number of bytes from one member to another: dozens of full packets.
 const EACH: usize = 64 << 10;
 
-/// The most bytes from one member to all others.
+/// Maximum number of bytes from one member to all other members.
 const ALL: usize = 4 << 20;
 
-/// Numbers of 8 bytes in the all_reduce of a large view: several full packets to each peer, and few enough that they are not divided.
+/// Count of 8-byte elements in the all_reduce of a large view. Each peer gets several full packets, and the all_reduce
+/// does not split the tensor.
 const NUMBERS: usize = 2048;
 
-/// The collective of members that all share memory.
+/// Name of the collective of members that all share memory.
 const SHARED: &str = "shm";
 
-/// Sends data from every member to every other, in large views to some others, and checks it, unless all share memory. Collective.
+/// Sends data from every member to every other member and checks what arrives. In large views, sends to some members
+/// only. Does nothing if all members share memory. Collective.
 ///
 /// # Errors
-/// Those of the group; `System` when other bytes have come.
+/// The errors of the group, and `System` if received bytes differ from the bytes sent.
 pub fn carry_data(lane: &mut Lane) -> Result<()> {
     let (own, size) = (lane.rank(), lane.size());
     if lane.collective() == SHARED {

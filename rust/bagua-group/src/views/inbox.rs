@@ -7,10 +7,10 @@ use super::agreement::Agreement;
 use super::message::ViewMessage;
 use crate::wait::lock;
 
-/// The most messages that are kept of one rank; older ones are dropped first. An agreement takes fewer than ten.
+/// Maximum number of messages kept from one rank; the oldest are dropped first. An agreement needs fewer than ten.
 const KEPT: usize = 512;
 
-/// What waits for an agreement on a control plane.
+/// Messages and changes of peers that arrived on a control plane and wait for an agreement.
 #[derive(Default)]
 pub(in super::super) struct Inbox {
     state: Mutex<InboxState>,
@@ -23,11 +23,11 @@ pub(in super::super) struct Inbox {
 pub(super) struct InboxState {
     /// Messages and their senders, in the order of arrival.
     messages: VecDeque<(usize, ViewMessage)>,
-    /// What earlier calls of this rank know. `None` before the first and during a call.
+    /// The agreement of this rank's earlier calls. `None` before the first call and during a call.
     pub(super) agreement: Option<Agreement>,
-    /// A call is in progress.
+    /// True while a call is in progress.
     pub(super) busy: bool,
-    /// Counts the changes, so that none is missed between two looks.
+    /// Number of changes so far. A waiting call compares it, so that it misses no change.
     pub(super) changes: u64,
 }
 

@@ -9,24 +9,24 @@ use super::super::wire::{AtMost, Encoding, Malformed, Ranks, check_view, rank, t
 /// The most ranks in a message, and of a group that can be shrunk: the messages fit into a frame of the control plane.
 pub(in super::super) const RANKS_LIMIT: usize = 12 * 1024;
 
-/// A rank that another knows to be gone.
+/// A rank that the sender of a message knows to be gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) struct GoneRank {
     /// Rank of the group.
     #[serde(with = "rank")]
     pub(in super::super) rank: usize,
-    /// Its process is known to have ended, or it has left; otherwise it may live on.
+    /// True if the rank's process is known to have ended, or if the rank has left. If false, the process may still run.
     pub(in super::super) ended: bool,
 }
 
-/// Where a rank listens for the members of a view. The rest of its address there is that of its address in the group, or follows from it:
-/// see [`World::next`](super::super::control::World::next). Three bytes in a message.
+/// The listener of a rank for the members of a view, in three bytes of a message. The rest of the address is that of
+/// the rank's address in the group, or follows from it: see [`World::next`](super::super::control::World::next).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
 pub(in super::super) struct Endpoint {
     /// Port of its TCP listener.
     pub(in super::super) port: u16,
-    /// It has a Unix listener, too.
+    /// True if the rank has a Unix listener too.
     pub(in super::super) unix: bool,
 }
 
@@ -65,7 +65,7 @@ pub(in super::super) enum ViewMessage {
         /// Ranks that are gone as far as the sender knows, ascending.
         #[serde(with = "AtMost::<RANKS_LIMIT>")]
         gone: Vec<GoneRank>,
-        /// Where the sender listens for the members.
+        /// The sender's listener for the members.
         endpoint: Endpoint,
     },
     /// The sender takes part no longer: its call raised.
@@ -81,7 +81,7 @@ pub(in super::super) enum ViewMessage {
         /// The ranks that are gone, ascending.
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         gone: Vec<usize>,
-        /// Where the members listen, in the order of their ranks.
+        /// Listening endpoints of the members, in the order of their ranks.
         #[serde(with = "AtMost::<RANKS_LIMIT>")]
         endpoints: Vec<Endpoint>,
     },

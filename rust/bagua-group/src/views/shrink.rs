@@ -35,7 +35,7 @@ const WORD: Duration = Duration::from_millis(500);
 pub struct View<T> {
     /// The group. A member may have been lost since it was opened.
     pub group: Group,
-    /// What the caller's `open` returned.
+    /// The value that the caller's `open` returned.
     pub opened: T,
     /// Rank in the former group of each rank of this one.
     pub ranks: Vec<usize>,
@@ -189,7 +189,8 @@ impl Cancel {
     }
 }
 
-/// What became of a build: the group and what was opened if the barrier was entered, and the error unless it was passed.
+/// The outcome of a build. `entered` has the group and the value of `open` if the barrier was entered; `error` is
+/// `None` if the barrier was passed.
 struct Built<T> {
     entered: Option<(Group, T)>,
     error: Option<Error>,
@@ -229,7 +230,7 @@ struct Driver<'a, T, B> {
     plane: &'a Arc<Plane>,
     deadline: Deadline,
     agreement: Agreement,
-    /// Of the view that this rank is ready for.
+    /// The listeners for the view that this rank is ready for.
     listeners: Option<Listeners>,
     building: Option<Building<T>>,
     /// The group whose barrier was entered last.

@@ -74,7 +74,7 @@ fn two_deaths_at_any_two_steps_leave_the_survivors_in_one_view() {
     }
 }
 
-/// Whether these of the members may go on when the others are cut off.
+/// True if these members may continue when the other members are cut off.
 fn is_quorum(here: &[usize], members: &[usize]) -> bool {
     2 * here.len() > members.len() || (2 * here.len() == members.len() && here.contains(&members[0]))
 }
@@ -210,7 +210,7 @@ fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
     script.check_together("the second call");
 }
 
-/// Where a rank listens.
+/// The endpoint of a rank that listens at this port.
 fn at(port: u16) -> Endpoint {
     Endpoint { port, unix: true }
 }

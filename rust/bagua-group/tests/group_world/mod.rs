@@ -45,7 +45,7 @@ pub fn connect_all(bootstraps: Vec<Bootstrap>, addresses: &[Vec<u8>]) -> Vec<Res
     })
 }
 
-/// As [`try_world`], but every rank must succeed.
+/// Like [`try_world`], but every rank must succeed.
 pub fn world_with(size: usize, adjust: impl Fn(&mut Config)) -> Vec<Group> {
     try_world(size, adjust).into_iter().map(|group| group.unwrap()).collect()
 }
@@ -123,7 +123,7 @@ impl Process {
         Process::start_over(TransportChoice::Auto, entry, rank, size, heartbeat)
     }
 
-    /// As [`Process::start`], over this transport.
+    /// Like [`Process::start`], over this transport.
     fn start_over(transport: TransportChoice, entry: &str, rank: usize, size: usize, heartbeat: Duration) -> Process {
         let mut child = this_program()
             .args([entry, "--exact", "--ignored", "--nocapture"])
@@ -236,7 +236,7 @@ pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration)
     mixed_over(TransportChoice::Auto, entry, size, processes, heartbeat)
 }
 
-/// As [`mixed`], over this transport.
+/// Like [`mixed`], over this transport.
 pub fn mixed_over(
     transport: TransportChoice,
     entry: &str,

@@ -23,14 +23,14 @@ fn entry_of_processes() {
     run_commands();
 }
 
-/// When it happens.
+/// The moment at which the victim gets the signal.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
-    /// All ranks have its address, and it has connected to none of them.
+    /// All ranks have the victim's address, and the victim has not connected to any rank.
     BeforeConnecting,
-    /// It waits for the last rank, which has not begun to connect.
+    /// The victim waits for the last rank, which has not begun to connect.
     PartlyConnected,
-    /// It is connected to all, and the others open a lane, which needs it.
+    /// The victim is connected to all ranks, and the other ranks open a lane, which needs the victim.
     OpeningLanes,
 }
 

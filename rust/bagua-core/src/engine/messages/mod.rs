@@ -10,9 +10,9 @@
 //! receiver                 Ready                        Ready
 //! ```
 //!
-//! As in MPI, the bytes of a long message are sent only after its receive is posted, and go straight to the receive's
-//! memory. Short messages are sent at once. The receiver keeps them until their receive is posted, at most 1 MiB from
-//! each sender.
+//! Like MPI, this module sends the bytes of a long message only after its receive is posted. They go straight to the
+//! receive's memory. Short messages are sent at once. The receiver keeps them until their receive is posted, at most
+//! 1 MiB from each sender.
 //!
 //! | file | what it holds |
 //! |---|---|

@@ -1,6 +1,6 @@
 //! Decides which thread makes progress: the thread of messages, or a caller that waits for a message.
 //!
-//! As in MPI, a thread that waits for a message moves the bytes itself. A message then costs one wake-up instead of
+//! A thread that waits for a message moves the bytes itself, as in MPI. A message then costs one wake-up instead of
 //! two, and none if it arrives while the caller spins. The thread of messages rests meanwhile and for [`REST`]
 //! afterwards. It then continues with the messages that no thread waits for. If several threads wait, one of them makes
 //! progress. When its own message is done, it wakes the thread of messages.

@@ -1,4 +1,4 @@
-//! One rank's agreement, driven by bytes: for the fuzzer of the group's parsers.
+//! One rank's agreement, driven by bytes from the fuzzer of the group's parsers.
 
 use super::super::super::wire::Encoding;
 use super::super::action::Action;
@@ -8,14 +8,16 @@ use super::super::message::{Endpoint, ViewMessage};
 /// Ranks of the group.
 const SIZE: usize = 4;
 
-/// Where this rank listens.
+/// The listener of this rank.
 pub(in super::super::super) const ENDPOINT: Endpoint = Endpoint { port: 9, unix: true };
 
-/// The event after which it cannot.
+/// The event after which this rank cannot listen.
 const UNABLE: u8 = 0x1f;
 
-/// Drives the agreement of rank 1 by a sequence of events: a byte that says which, and for a message its length (u32) and its bytes.
-/// Returns how many messages were parsed. Bytes that are no event end the sequence.
+/// Drives the agreement of rank 1 by a sequence of events. An event is a byte with its kind. If the event is a message,
+/// its length (u32) and its bytes follow. Bytes that are not an event end the sequence.
+///
+/// Returns the number of messages that were parsed.
 pub(in super::super::super) fn replay(mut bytes: &[u8]) -> usize {
     let (mut agreement, mut out, mut parsed) = (Agreement::new(1, SIZE, 1), Vec::new(), 0);
     agreement.call(Quorum::Majority, &mut out);
@@ -47,12 +49,12 @@ pub(in super::super::super) fn replay(mut bytes: &[u8]) -> usize {
     parsed
 }
 
-/// Where this rank listens, unless it cannot.
+/// Returns this rank's listener, or an error if `how` is [`UNABLE`].
 fn listen(how: u8) -> Result<Endpoint, String> {
     if how == UNABLE { Err(String::new()) } else { Ok(ENDPOINT) }
 }
 
-/// Performs the actions; `how` chooses what becomes of them.
+/// Performs the actions. `how` decides how each of them ends.
 fn settle(agreement: &mut Agreement, out: &mut Vec<Action>, how: u8) {
     // More rounds than any event causes: a refusal ends the call, and the next one is made once.
     for _ in 0..16 {

@@ -24,7 +24,7 @@ impl Choices {
     }
 }
 
-/// What travels on a connection, in order.
+/// An item on a connection. Items arrive in the order in which they were sent.
 #[derive(Clone, Debug)]
 pub(super) enum Item {
     Message(Message),
@@ -32,7 +32,7 @@ pub(super) enum Item {
     End,
 }
 
-/// What the control plane of a rank has for its agreement.
+/// An input that the control plane of a rank has for the rank's agreement.
 #[derive(Clone, Debug)]
 pub(super) enum Known {
     Message(usize, ViewMessage),
@@ -40,7 +40,8 @@ pub(super) enum Known {
     Excluded(usize),
 }
 
-/// Where the members of a view listen, by which two views of equal numbers are distinguished: each rank listens at a new port for each.
+/// Ports of a view's members. They distinguish two views with the same number, because each rank listens at a new port
+/// for each view.
 pub(super) type Key = Vec<u16>;
 
 /// One rank.
@@ -48,26 +49,26 @@ pub(super) struct Node {
     pub(super) agreement: Agreement,
     overlay: Overlay,
     pub(super) alive: bool,
-    /// It does nothing, and what is sent to it waits.
+    /// True while the rank does nothing. Messages to it wait.
     pub(super) frozen: bool,
     pub(super) called: bool,
-    /// What the agreement gets next.
+    /// Inputs that the agreement gets next.
     inbox: VecDeque<Known>,
     /// Actions that are not performed yet.
     todo: VecDeque<Action>,
-    /// The build in progress, whether its barrier is entered, and whether it is cancelled.
+    /// The build in progress, if any; true if its barrier was entered; true if it was cancelled.
     build: Option<(Key, bool, bool)>,
     pub(super) outcome: Option<Outcome>,
-    /// It leaves the group, and has left it.
+    /// True when the rank begins to leave the group; `left` follows when it has left.
     leaving: bool,
     left: bool,
-    /// It has to pass on which ranks have left.
+    /// True if the rank must still pass on which ranks have left.
     passes_later: bool,
-    /// Its agreement has to say that it is ready.
+    /// True if the agreement must still say that the rank is ready.
     says_later: bool,
 }
 
-/// What may happen next.
+/// An event that the script may choose next.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Step {
     Call(usize),
@@ -83,7 +84,7 @@ pub(super) enum Step {
     Depart(usize),
 }
 
-/// What happens before the step of this number.
+/// A change to the script just before the step with this number.
 pub(super) type Event = (usize, Box<dyn Fn(&mut Script)>);
 
 /// Ranks, what travels between them, and the groups that they build.
@@ -91,13 +92,13 @@ pub(super) struct Script {
     pub(super) nodes: Vec<Node>,
     quorum: Quorum,
     choices: Choices,
-    /// The connections, each direction for itself.
+    /// The connections. Each direction has its own queue.
     pub(super) lines: BTreeMap<(usize, usize), VecDeque<Item>>,
     /// Pairs of ranks between which nothing arrives.
     cut: BTreeSet<(usize, usize)>,
-    /// By view: its members, and those that began to build it, entered its barrier, and gave up.
+    /// For each view: its members, and the ranks that began to build it, entered its barrier, or gave up.
     builds: BTreeMap<Key, [BTreeSet<usize>; 4]>,
-    /// The port at which a rank has begun to listen last.
+    /// The newest port at which a rank listens.
     port: u16,
     pub(super) steps: usize,
 }

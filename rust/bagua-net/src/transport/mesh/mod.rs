@@ -388,7 +388,7 @@ impl Mesh {
 
     /// Checks the group's health, the deadline, and the operations of peers. The error names the ranks that owe a
     /// message. If there are none, it names those with messages to send, and otherwise those with messages to receive.
-    /// It also names the ranks whose streams are not open.
+    /// The ranks whose streams are not open are named too.
     fn check(&mut self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>) -> Result<()> {
         let plan = &*run.plan;
         let senders = || self.active.iter().filter(|peer| run.expects(**peer));
