@@ -195,7 +195,7 @@ class _ReduceScatter(_Collective):
 
 
 class _ReplicaAverage(_Collective):
-    """The average of one FSDP module's shard over the replicas, which FSDP calls after its reduce_scatter."""
+    """A hook that FSDP calls after its reduce_scatter. Averages one FSDP module's shard over the replicas."""
 
     def __call__(self, shard: torch.Tensor) -> None:
         self.exchange.all_reduce(shard, **self._next(shard))

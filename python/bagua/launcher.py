@@ -48,7 +48,7 @@ _ENVIRONMENT = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 
 # Launchers in order of precedence: name, a variable that only its ranks have, and the variables to read.
 _LAUNCHERS = (
-    # A batch script has a job but no step, and is not a rank.
+    # Not SLURM_JOB_ID, because the batch script has it too, and the batch script is not a rank.
     (
         "slurm",
         "SLURM_STEP_ID",

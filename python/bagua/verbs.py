@@ -34,7 +34,10 @@ class Verb(NamedTuple):
     compares_shapes: bool
 
     def part(self, src: Operand | None, dst: Operand | None, ranks: int) -> int:
-        """Returns the number of elements of one rank's part, or of the whole without parts. `src` None: in place."""
+        """Returns the number of elements of one rank's part, or of the whole operand if the verb has no parts.
+
+        `src` is None for an operation in place.
+        """
         if src is not None and dst is not None and self.sends_all and not self.receives_all:
             return dst.count
         held = dst if src is None else src
@@ -102,12 +105,12 @@ class Operation:
     ) -> None:
         self._raw = raw
         self._call = call
-        #: All on the same device.
+        #: Operands, all on the same device.
         self.operands = operands
         #: Copies the result to the caller's memory; None if the operands are the caller's memory.
         self.finish = finish
         self._is_message = is_message
-        # (to, from): copied before the verb begins.
+        # Operands (to, from) to copy before the verb begins.
         self._fill = fill
 
     def begin(self, async_op: bool = False, timeout: float | None = None) -> AnyHandle | None:

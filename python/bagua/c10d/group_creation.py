@@ -30,7 +30,7 @@ class _Tree:
 
     def __init__(self, root: Group, ranks: Sequence[int]) -> None:
         self.root = root
-        #: Rank in the first group -> world rank.
+        #: World rank of each rank of the first group.
         self.ranks = list(ranks)
         #: Groups that torch uses. Leaving the first group would end the others.
         self.used: list[Group] = []

@@ -286,7 +286,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle[Any]:
-    """Starts :func:`broadcast_`. The tensor has the values after ``synchronize``."""
+    """Starts :func:`broadcast_`. The tensor has the root's values after ``synchronize`` of the returned handle."""
     return _into(tensor, broadcast_async(tensor, root_rank))
 
 

@@ -25,7 +25,7 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# If these are set, Lightning assumes that a launcher started this process, which is not so after a world of one.
+# If these are set, Lightning assumes that a launcher started this process. A world of one must therefore unset them.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -33,7 +33,7 @@ class _Restart(Record):
     """State that a failed fit leaves for the next one."""
 
     def __init__(self) -> None:
-        #: The store, the world size and the number of the next world; None if no fit has failed.
+        #: Store of the failed world, its size, and the number of failures so far. None if no fit has failed.
         self.after_failure: tuple[Any, int, int] | None = None
 
 

@@ -114,8 +114,8 @@ impl Collective for Leaders {
 /// Hierarchical collectives that own the collectives they use.
 pub struct Hier {
     intra: Box<dyn Collective>,
-    /// Collective of the leaders, by the index of their host. Only on leaders. Its averages are over the ranks of all
-    /// hosts.
+    /// Collective of the leaders. A leader's rank in it is the index of its host. `None` on ranks that are not leaders.
+    /// Averages are over the ranks of all hosts.
     inter: Option<Leaders>,
     /// Collective of all ranks for the verbs that are not hierarchical. Without it, the verbs over messages are
     /// hierarchical.

@@ -155,11 +155,12 @@ impl Schedule {
         self.entries[bucket].slots.iter().filter(|slot| !slot.ready).map(|slot| slot.name.as_str())
     }
 
-    /// Returns the unmarked tensors that hold back marked ones, or nothing if no tensor is marked. They are in the
-    /// buckets from the front to the last bucket, in order of release, that has a marked tensor.
+    /// Returns the unmarked tensors that keep marked tensors from being communicated. Returns nothing if no tensor is
+    /// marked.
     pub fn blocking(&self) -> Vec<&str> {
         let count = self.entries.len();
         let order: Vec<usize> = (0..count).map(|step| (self.front + step) % count).collect();
+        // Buckets are released in order, so an unmarked tensor holds back its own bucket and all later ones.
         let last = order.iter().rposition(|bucket| self.entries[*bucket].missing < self.entries[*bucket].tensors);
         let waiting = last.map_or(0, |last| last + 1);
         order[..waiting].iter().flat_map(|bucket| self.missing_in(*bucket)).collect()

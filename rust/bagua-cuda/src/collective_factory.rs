@@ -197,7 +197,7 @@ impl OnDevices {
         if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
         }
-        // Lets the comparison find ranks that have the tensor on the host.
+        // With the device in the fingerprint, ranks that have the tensor on the host raise an error instead of waiting.
         let cx = &OpContext { fingerprint: Fingerprint { device: KIND, ..cx.fingerprint }, ..*cx };
         self.agree(cx, place)
     }

@@ -274,7 +274,8 @@ impl DeviceCodec for CodecOnDevice {
             let difference = Scratch::new(context, bytes, stream)?;
             let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
             let mut arguments = [address as u64, difference.address() as u64, chunks.count as u64];
-            // SAFETY: the core guarantees replica and record. The difference is freed on the stream after its use.
+            // SAFETY: the core passes valid memory for replica and record. The difference is freed on the stream after
+            // the kernels that use it.
             let launches = unsafe {
                 let launches = self.kernels.decode(context, stream, record.address(), elements, 1)?;
                 context.launch(kernel, grid, stream, &mut arguments)?;

@@ -5,7 +5,7 @@ use std::ffi::CStr;
 /// A reason why this process cannot use a CUDA library.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// No place has a file that the loader accepts.
+    /// The loader did not accept the library's file in any of the places where it was searched.
     #[error("{library} does not load: {loader}")]
     NotLoaded {
         /// The library, and the variable that names its file if there is one.

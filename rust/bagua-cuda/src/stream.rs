@@ -1,4 +1,4 @@
-//! Streams of our own.
+//! CUDA streams that Bagua creates for its copies.
 
 use std::sync::Arc;
 
@@ -8,7 +8,8 @@ use cudarc::driver::sys::CUstream_flags;
 use crate::context::Context;
 use crate::driver_functions::{CUstream, call, checked};
 
-/// A stream of the greatest priority, because all ranks wait for its copies. It waits for other streams only by events.
+/// A stream with the highest priority, because all ranks wait for its copies. It waits for other streams only by
+/// events.
 pub(crate) struct Stream {
     context: Arc<Context>,
     handle: CUstream,

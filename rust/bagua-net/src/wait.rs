@@ -89,7 +89,8 @@ pub enum Waited<T> {
     Pending,
 }
 
-/// Returns the next slice of a wait that has lasted for this long: up to four times `slice`.
+/// Returns the length of the next slice of a wait that has lasted for `lasted` so far: an eighth of that time, but at
+/// least `slice` and at most four times `slice`.
 pub fn lengthened(slice: Duration, lasted: Duration) -> Duration {
     slice.max(lasted / 8).min(slice.saturating_mul(4))
 }

@@ -32,9 +32,9 @@ pub unsafe fn region_at(address: usize, count: usize, dtype: DType) -> Result<Re
 /// The caller makes the promise at the top of this file, for memory of that device.
 pub unsafe fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtype: DType) -> Result<Region> {
     match place {
-        // SAFETY: by this function's promise.
+        // SAFETY: the caller makes the promise that the callee needs.
         None => unsafe { region_at(address, count, dtype) },
-        // SAFETY: by this function's promise.
+        // SAFETY: the caller makes the promise that the callee needs.
         Some(device) => unsafe { Region::on(Arc::clone(device), address as *mut u8, count, dtype) },
     }
 }
@@ -52,10 +52,10 @@ pub unsafe fn weights_in(
     lock: Arc<WeightLock>,
 ) -> Result<Weights> {
     match averaging {
-        // SAFETY: by this function's promise.
+        // SAFETY: the caller makes the promise that the callee needs.
         None => unsafe { Weights::new(address as *mut u8, count, dtype, lock) },
         Some(averaging) => {
-            // SAFETY: by this function's promise; the averaging has the owner.
+            // SAFETY: the caller makes the promise that the callee needs. The averaging keeps the memory's owner alive.
             let device = unsafe { Averaged::new(averaging, address, count, dtype) }?;
             Ok(Weights::on_device(Box::new(device), count, dtype, lock))
         }
@@ -79,7 +79,7 @@ pub unsafe fn shards_in(
             dtype.name()
         ))
     })?;
-    // SAFETY: by this function's promise.
+    // SAFETY: the caller makes the promise that the callee needs, for all ranks.
     unsafe { region_in(place, address, count, dtype) }
 }
 

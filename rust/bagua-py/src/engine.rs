@@ -107,7 +107,7 @@ impl Engine {
         let mark = || -> Result<()> {
             let region = match (address, count) {
                 (None, None) => None,
-                // The core refuses an unknown number.
+                // If there is no tensor with this number, the core returns the error.
                 (Some(address), Some(count)) => match self.tensor(number) {
                     Some((dtype, place)) => {
                         let place = place.map(|place| place as Arc<dyn Device>);
@@ -195,7 +195,7 @@ impl Engine {
         let call = Call::new(shape, timeout, async_op, keep)?;
         let device = place.map(CudaCall::device);
         let codes = (verb, src, dst, count, dtype, op, root);
-        // SAFETY: the promise of a verb's caller, see the communicator's.
+        // SAFETY: the caller of a verb promises that the memory stays valid, see `Communicator`.
         let mut request = unsafe { Request::new(py, &self.group, codes, device.as_ref()) }?;
         let op = request.announced();
         self.submit(py, call, place, &op, move |lane, options| request.run(lane, options))

@@ -92,7 +92,7 @@ pub fn on_thread<T: Send + 'static>(
     let (sender, receiver) = mpsc::sync_channel(1);
     let spawned = std::thread::Builder::new()
         .name("bagua-joining".to_owned())
-        // After an interrupt there is no receiver. The result is then dropped on that thread.
+        // After an interrupt, nobody receives the result. The new thread drops it.
         .spawn(move || drop(sender.send(work())));
     let thread = match spawned {
         Ok(thread) => thread,

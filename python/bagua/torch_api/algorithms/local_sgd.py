@@ -96,7 +96,7 @@ class OuterExchange(BetweenSteps):
             self._forget()
             raise
         if divisor == 0:
-            # All ranks have skipped this round. The next one has the changes since the last one.
+            # All ranks have skipped this round. The next round averages the changes of both.
             self._forget()
             return
         with torch.no_grad():
@@ -116,7 +116,7 @@ class OuterExchange(BetweenSteps):
         self._forget()
 
     def _forget(self) -> None:
-        """Waits for the buffers, which the other ranks have sent or awaited."""
+        """Completes the exchange of buffers that :meth:`_send` started, because the other ranks take part in it."""
         receive_buffers, self._receive_buffers = self._receive_buffers, None
         if receive_buffers is not None:
             receive_buffers()

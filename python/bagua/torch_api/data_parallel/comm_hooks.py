@@ -109,7 +109,7 @@ class _Bucket:
     # Number of gradients that are not computed yet.
     missing: int
     future: torch.futures.Future[Any] | None = None
-    # On a CUDA device: the streams on which gradients were computed; after the call of the hook, only its stream.
+    # On a CUDA device, the streams on which gradients were computed. After the hook was called, only the hook's stream.
     streams: list[torch.cuda.Stream] = field(default_factory=list)
 
     def order(self) -> None:

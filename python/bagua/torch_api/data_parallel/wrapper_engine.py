@@ -184,9 +184,9 @@ class _JoinHook(JoinHook):
         self._engine = engine
 
     def main_hook(self) -> None:
-        """Called for each step of the other ranks."""
+        """Called once for each step that ranks with inputs make."""
         self._engine.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called when no rank has inputs."""
+        """Called when no rank has inputs any more."""
         self._engine.end_of_inputs(is_last_joiner)

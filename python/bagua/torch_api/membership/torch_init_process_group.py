@@ -110,7 +110,8 @@ def init_torch(client: StoreClient, world: neutral.Group) -> None:
         watched.let_go()
     # Without a barrier, a rank that leaves early would break connections that other ranks are still making.
     world.barrier()
-    # Later groups use the plain store, because torch clones it and may outlive the Python half of the watched one.
+    # Later groups use the plain store. Torch clones the store, and a clone of the watched one could be used after its
+    # Python half is gone.
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
     core._world.pg_map[default] = (backend, PrefixStore("later", client.store))

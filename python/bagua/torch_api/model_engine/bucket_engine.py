@@ -78,10 +78,11 @@ class BucketEngine:
         self._averagers: list[extension.Averager] = []
         # Name -> number of each registered tensor, without padding.
         self._numbers: dict[str, int] = {}
-        # CUDA devices of the buckets; and the device of each registered tensor, by number.
+        # CUDA devices of the buckets.
         self._devices: list[torch.device] = []
+        # Device of each registered tensor, by number. None for the host.
         self._places: list[torch.device | None] = []
-        # Number -> memory that the engine uses instead of a registered tensor's, until the wait.
+        # For tensors that were replaced by other memory: number -> that memory, kept alive until the next wait.
         self._kept: dict[int, torch.Tensor] = {}
         _models.all_backends.add(self)
 

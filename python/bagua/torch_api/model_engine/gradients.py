@@ -331,7 +331,7 @@ class GradientExchange(Exchange):
 
     def _scale(self, nowhere: set[str], divisor: float) -> None:
         if divisor == 0 and self.discarded is not None:
-            # What error feedback has sent without a gradient would be lost.
+            # This result is not used. It contains accumulated errors, which go back to the memory of error feedback.
             for name, slot in self._slots.items():
                 if name not in nowhere and slot.param.grad is not None:
                     self.discarded(name, slot.param.grad, None)

@@ -34,7 +34,7 @@ class _ForwardHook(ModelHook):
 
 
 class _AfterForwardHook(ModelHook):
-    """Calls a model's engine after each forward, also if it raised."""
+    """Calls a model's engine after each forward, even if the forward raised."""
 
     def __init__(self, ddp: ModelEngine) -> None:
         self._ddp = weakref.ref(ddp)
@@ -70,9 +70,9 @@ def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
 
 
 class InPlaceEngine(ModelEngine):
-    """The engine of a model of ``with_bagua``, which is ``model.bagua_ddp``.
+    """The engine that ``with_bagua`` sets as ``model.bagua_ddp``.
 
-    Ends with its model, its group, or the next ``with_bagua``.
+    It ends with the model, with the group, or when ``with_bagua`` is called again for the model.
     """
 
     def _hook_forward(self, module: torch.nn.Module) -> None:

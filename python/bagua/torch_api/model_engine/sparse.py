@@ -77,7 +77,10 @@ class _Slot:
 
 
 class SparseGradientExchange(GradientExchange):
-    """Gradients of a model with ``sparse`` parameters, which ``op`` (SUM or AVG) combines. Others use buckets."""
+    """The exchange of gradients for a model that has ``sparse`` parameters. Dense gradients travel in buckets.
+
+    ``op`` (SUM or AVG) combines the ranks' sparse gradients.
+    """
 
     def __init__(self, bagua_ddp: WrappedModel, sparse: Parameters, op: ReduceOp) -> None:
         super().__init__(bagua_ddp)
@@ -100,7 +103,7 @@ class SparseGradientExchange(GradientExchange):
             slot.arrived = True
 
     def skip(self) -> None:
-        """Like :meth:`GradientExchange.skip`. A sparse gradient has no rows."""
+        """Like :meth:`GradientExchange.skip`. For sparse parameters, this rank contributes gradients without rows."""
         super().skip()
         for slot in self._sparse.values():
             slot.arrived = not self._find_unused

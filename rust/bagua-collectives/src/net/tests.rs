@@ -109,8 +109,8 @@ fn run(net: &mut Net, split: bool, (verb, dtype, count): (Verb<'_>, DType, usize
     dst
 }
 
-/// Checks every verb with shards of `each` elements, and the reducing verbs also with three elements more than all
-/// shards have.
+/// Checks every verb with `each` elements per rank. Also checks the reducing verbs with a tensor whose length is not
+/// divisible by the number of ranks.
 fn check_verbs(nets: &mut [Net], dtype: DType, op: ReduceOp, each: usize) {
     let n = nets.len();
     let (root, size) = (n / 2 + each % 3, dtype.size());

@@ -52,7 +52,7 @@ use crate::error::Result;
 use crate::sync::{Instant, SPINS, futex, spin_loop};
 use crate::wait::{blocking_wait, futex_wake, processors, slice_among};
 
-/// How long a rank with its own core spins for a peer. A peer that takes longer is computing, and a thread of this
+/// Time that a rank with its own core spins for a peer. A peer that takes longer is computing, and a thread of this
 /// process may need the core to compute, too.
 const SPIN: Duration = Duration::from_micros(50);
 /// Spin limit while peers do not seem to run at the same time, because other programs use the cores.
@@ -61,7 +61,7 @@ const SHORT_SPIN: Duration = Duration::from_micros(2);
 const VAIN: u32 = 2;
 /// While [`SHORT_SPIN`] applies, one wait in this many spins for the full time, to notice when the cores are free.
 const PROBE: u32 = 16;
-/// How long a rank without its own core yields before it sleeps. With four ranks on two cores, evenly spread, at 1 KiB
+/// Time that a rank without its own core yields before it sleeps. With four ranks on two cores, evenly spread, at 1 KiB
 /// and 1 MiB, this is 1.4 and 1.75 times as fast as OpenMPI. 50 us is only 1.27 and 1.65 times as fast.
 const PATIENT: Duration = Duration::from_micros(200);
 /// Flag in an arrival word: a rank sleeps on the word, or is about to.
@@ -128,13 +128,13 @@ enum Path {
     ZeroCopy(Vec<u64>),
     /// The ranks map the arenas of the sets with these ids, and the arenas that have none, and then decide again.
     Map(Vec<u64>),
-    /// Through windows or slots, which all ranks have filled.
+    /// Copies through windows or slots. Every rank has filled its own.
     AllFilled,
-    /// Through windows. The ranks that made an offer have not filled theirs yet.
+    /// Copies through windows. Ranks that made an offer have not filled their windows yet.
     SomeFilled,
 }
 
-/// Ranks per processor above which no rank looks for another processor.
+/// With more ranks per processor than this, ranks no longer move to processors with fewer ranks.
 const CROWDED: usize = 16;
 
 pub(super) struct Protocol {

@@ -36,7 +36,7 @@ pub(super) struct Rounds {
     due: Instant,
     /// Time at which this rank last looked for a part of the job that it was cut off from.
     looked: Instant,
-    /// Number of times that it has looked in vain.
+    /// Number of times in a row that this rank looked without finding another part of the job.
     looks: u32,
     /// Job ranks of the last round.
     set: Vec<usize>,

@@ -181,7 +181,8 @@ impl Engine {
         }
         match self.settle(limit, Follow::Stream(stream)) {
             Waited::Pending => Waited::Pending,
-            // `worker.check()` comes later, because the buckets' own outcomes contain the same cause and say more.
+            // `end_step` checks the worker only after the buckets, because a bucket's error has the same cause and says
+            // more.
             Waited::Done(done) => Waited::Done(done.and_then(|done| self.end_step(done))),
         }
     }
@@ -232,7 +233,8 @@ impl Engine {
             }
         }
         if let (None, Follow::Stream(stream)) = (&first, &follow) {
-            // Done before the buckets count as reported. If a stream cannot follow, everything is left to another wait.
+            // This comes before the buckets count as reported. If a stream cannot be ordered after them, the next wait
+            // reports them instead.
             let devices = pending.iter().filter_map(|pending| pending.device.as_ref()).chain(&written);
             for device in devices {
                 if let Err(error) = device.order(*stream) {

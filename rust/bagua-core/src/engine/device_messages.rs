@@ -27,9 +27,9 @@ struct Transfer {
     deadline: Deadline,
     sends: Vec<Message>,
     sent: Option<Handle>,
-    /// Pairs of memory on the device and the host memory that receives its bytes.
+    /// Destinations on the device, each with the host memory that receives its bytes first.
     receives: Vec<(Region, Arc<HostMemory>)>,
-    /// The posted receives into host memory.
+    /// Handle of the receives into host memory, once they are posted.
     received: Option<Handle>,
     /// Held until the call has ended.
     keep: Box<dyn Any + Send>,

@@ -67,7 +67,8 @@ impl<J, T> Jobs<J, T> {
     /// Starts the thread unless it runs already or the queue was stopped.
     pub(super) fn start(&self, spawn: impl FnOnce() -> Result<T>) -> Result<()> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        // A stop sets the flag before it takes the thread. If it is false here, the stopping caller joins this thread.
+        // A caller that stops the queue sets `stopping` before it locks `thread`. If `stopping` is false here, that
+        // caller will find this thread and join it.
         if thread.is_none() && !self.is_stopping() {
             *thread = Some(spawn()?);
         }

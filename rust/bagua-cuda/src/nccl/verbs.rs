@@ -110,7 +110,7 @@ impl Communicator {
             [one] => Some(*one),
             several => Some(several[rank]),
         };
-        // A rank with both sides copies its own shard.
+        // A rank that both sends and receives copies its own shard, because NCCL gets only messages to other ranks.
         if let (Some(from), Some(to)) = (own(from), own(to))
             && from != to
         {

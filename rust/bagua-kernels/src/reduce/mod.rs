@@ -136,7 +136,7 @@ fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_,
     }
 }
 
-/// Runs [`divide`] on a given level: an average of one input with another divisor.
+/// Runs [`divide`] on a given level. A division is an average of one input, with the divisor in place of the count.
 fn divide_at(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
     sum_over_at(level, dtype, &[None], data, divisor);
 }

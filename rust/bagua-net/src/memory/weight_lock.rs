@@ -211,7 +211,8 @@ impl Request {
                 return false;
             }
             let lapse = state.holder.as_ref().and_then(Holder::lapses_in);
-            // Only the first request in the queue can take over a hold that lapses.
+            // When the holder's time is over, the first request in the queue takes the lock, so only that request needs
+            // to wake up then.
             let lapse = lapse.filter(|_| state.queue.front() == Some(&ticket));
             let slice = lapse.map_or(left, |lapse| left.min(lapse));
             state = self.lock.changed.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner).0;

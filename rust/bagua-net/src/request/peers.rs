@@ -19,7 +19,7 @@ coded! {
         Ring = 2, "ring";
         /// Members i + 2^j for all 2^j < n.
         Exponential = 3, "exponential";
-        /// Member i + 2^(r mod ceil(log2 n)).
+        /// One member of `Exponential` in each round, in turn: member i + 2^(r mod ceil(log2 n)).
         OnePeerExponential = 4, "one_peer_exponential";
     }
 }

@@ -302,7 +302,7 @@ pub fn writes(bytes: &[u8]) {
 }
 
 /// Waits for a word to change. As in the kernel, comparing and falling asleep are one step under a lock, and waking
-/// takes the same lock. The kernel orders more than this.
+/// takes the same lock. The kernel's futex orders memory more strictly than this model.
 pub mod futex {
     use super::*;
 

@@ -52,8 +52,8 @@ impl std::error::Error for TlsFault {}
 impl std::fmt::Display for TlsFault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            // rustls returns the first error if a key derived from the secret is wrong, and the second at the end that
-            // gets the alert.
+            // The end that finds a key derived from another secret gets the first of these two errors from rustls. It
+            // sends an alert, for which rustls returns the second error at the other end.
             Fault::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
             | Fault::AlertReceived(AlertDescription::AccessDenied) => {
                 f.write_str("TLS: the other end has a different secret")
@@ -460,12 +460,12 @@ impl Session {
     }
 }
 
-/// The operation of the socket that would block.
+/// The operation of the socket that cannot continue yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
-    /// Receiving bytes from the peer.
+    /// No bytes have arrived from the peer.
     Receiving,
-    /// Sending: the socket has no room.
+    /// The socket's send buffer is full.
     Sending,
 }
 

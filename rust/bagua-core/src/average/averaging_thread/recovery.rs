@@ -102,8 +102,10 @@ impl Rounds {
         Ok(found)
     }
 
-    /// Joins the job through the server of any other rank. If all the others are looking for it too, the lowest of them
-    /// starts it again: a thawed rank and ranks that left their part to meet it may be looking for each other.
+    /// Joins the job through the server of any other rank.
+    ///
+    /// After a partition or a thaw, all remaining ranks may have left their groups to look for each other. Then no rank
+    /// is in the job, and the lowest rank starts the job again.
     fn find_job(&self, server: &JoinServer, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
         let start = Instant::now();
         let mut attempt = 0;

@@ -47,7 +47,7 @@ impl<T: Float> Kernel for Encode<'_, T> {
             at += 1;
         }
         let mean = mean(&sums, elements.len() / T::SIZE);
-        // A sum of finite float32 is always finite in float64. A sum with any other element never is.
+        // In float64, a sum of float32 elements is finite exactly if all elements are finite.
         if !sums.iter().all(|sum| sum.is_finite()) {
             f32::store(f32::NAN, scale);
             bits.fill(0);

@@ -60,7 +60,7 @@ const LAST_BYTES: Duration = Duration::from_secs(5);
 /// The streams of one rank to the other members of a group.
 pub struct Mesh {
     rank: usize,
-    /// Group rank of each index.
+    /// Group rank of each member. A member's index in the mesh is its place in this list.
     members: Vec<usize>,
     /// The streams to each peer, by index. A peer may have no stream until the first run with messages for it.
     endpoints: Vec<Endpoint>,
