@@ -1,4 +1,4 @@
-//! The address blob of a rank, which the caller exchanges between the ranks.
+//! The address blob of a rank. The caller of [`Bootstrap`](super::Bootstrap) exchanges the blobs of all ranks.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -16,26 +16,26 @@ pub(super) use crate::platform::{host_id, host_name, pid_namespace};
 /// First bytes of an address blob.
 const MAGIC: [u8; 4] = *b"BGad";
 
-/// Longer blobs are refused before they are parsed.
+/// Maximum length of a blob. A longer one is refused before it is parsed.
 pub(super) const LIMIT: usize = 4096;
 
-/// Bytes of a blob's length before it, where blobs lie beside each other.
+/// Number of bytes of the length that precedes a blob in a slot.
 const LENGTH: usize = 4;
 
-/// Bytes of the room for one blob in an exchange whose parts are of one size.
+/// Number of bytes of a slot, which holds one blob in an exchange of parts of equal size.
 pub const SLOT: usize = LENGTH + LIMIT;
 
-/// Puts a blob into a room of [`SLOT`] zeros.
+/// Writes a blob into a slot of [`SLOT`] zeros.
 ///
 /// # Panics
-/// When it does not fit.
+/// If the blob does not fit.
 pub fn put(slot: &mut [u8], blob: &[u8]) {
     let (length, room) = slot.split_at_mut(LENGTH);
     length.copy_from_slice(&(blob.len() as u32).to_le_bytes());
     room[..blob.len()].copy_from_slice(blob);
 }
 
-/// The blob in a room; `None` where there is none.
+/// Returns the blob in a slot, or `None` if the slot is empty.
 pub fn take(slot: &[u8]) -> Option<Vec<u8>> {
     let (length, room) = slot.split_first_chunk::<LENGTH>()?;
     let blob = room.get(..u32::from_le_bytes(*length) as usize)?;
@@ -48,12 +48,12 @@ pub(super) struct Address {
     /// Rank in the world.
     #[serde(with = "rank")]
     pub(super) rank: usize,
-    /// Number of ranks in its configuration.
+    /// Number of ranks in the rank's configuration.
     #[serde(with = "rank")]
     pub(super) world_size: usize,
     /// Process id in the process's own namespace.
     pub(super) pid: u32,
-    /// Number of the namespace of `pid` on its host; 0 where it does not say which process it is.
+    /// Identifies the process namespace of `pid` on the host. 0 if `pid` cannot be used to find the process.
     pub(super) pid_namespace: u64,
     /// TCP listener. `None` in a world of one.
     #[serde(with = "socket")]
@@ -67,25 +67,26 @@ pub(super) struct Address {
     /// Name of the host, for error texts.
     #[serde(with = "shared_text")]
     pub(super) host_name: Arc<str>,
-    /// TCP streams to each peer of a lane, from its configuration.
+    /// Number of TCP streams to each peer of a lane, from the rank's configuration.
     pub(super) streams: u8,
-    /// Code of the all_reduce algorithm between hosts, from its configuration.
+    /// Code of the all_reduce algorithm between hosts, from the rank's configuration.
     pub(super) algorithm: u8,
-    /// Code of the kind of TLS, from its configuration.
+    /// Code of the kind of TLS, from the rank's configuration.
     pub(super) tls: u8,
-    /// Random; distinguishes two groups of the same ranks, and stale blobs from current ones.
+    /// Random bytes that distinguish two groups of the same ranks, and stale blobs from current ones.
     pub(super) nonce: [u8; 16],
 }
 
 impl Encoding for Address {}
 
 impl Address {
-    /// The address as a blob: magic bytes and version, which every version of the protocol has, and the encoded fields.
+    /// Returns the address as a blob: magic bytes and version, which every version of the protocol has, then the
+    /// encoded fields.
     pub(super) fn encode(&self) -> Vec<u8> {
         [&MAGIC[..], &VERSION.to_le_bytes(), &Encoding::encode(self)].concat()
     }
 
-    /// The version of the protocol that a blob is for; None if it is no address.
+    /// Returns the protocol version of a blob, or `None` if the blob is not an address.
     fn version(blob: &[u8]) -> Option<u16> {
         let mut from = Reader(blob);
         if from.array() != Ok(MAGIC) {
@@ -94,7 +95,7 @@ impl Address {
         from.u16().ok()
     }
 
-    /// The address that a blob encodes.
+    /// Parses a blob.
     pub(super) fn parse(blob: &[u8]) -> Result<Address, Malformed> {
         if blob.len() > LIMIT {
             return Err(Malformed("it is too long"));
@@ -109,7 +110,7 @@ impl Address {
         Encoding::parse(from.0)
     }
 
-    /// Parses the blobs of all ranks, in rank order, and checks them against each other and against this rank's own blob.
+    /// Parses the blobs of all ranks, in rank order. Checks them against each other and against this rank's own blob.
     pub(super) fn parse_all(blobs: &[Vec<u8>], config: &Config, own: &[u8]) -> error::Result<Vec<Address>> {
         let size = config.world_size;
         if blobs.len() != size {
@@ -176,7 +177,8 @@ impl Address {
         Ok(all)
     }
 
-    /// Keeps the texts of another address where its own are equal: ranks of one host mostly follow each other.
+    /// Shares the memory of texts that are equal in both addresses. Ranks of one host usually follow each other, so
+    /// this saves most of the memory.
     fn share_texts(&mut self, other: &Address) {
         let Address { host_id, host_name, .. } = self;
         for (own, theirs) in [(host_id, &other.host_id), (host_name, &other.host_name)] {
@@ -186,7 +188,7 @@ impl Address {
         }
     }
 
-    /// Rank, address, host and process, for error texts.
+    /// Returns rank, address, host and process, for error texts.
     pub(super) fn describe(&self) -> String {
         let tcp = self.tcp.map_or_else(|| "no address".to_owned(), |tcp| tcp.to_string());
         format!("rank {} at {tcp} ({}, process {})", self.rank, self.host_name, self.pid)

@@ -1,15 +1,16 @@
-//! Admission: which accepted connections a listener keeps before they have proved that they belong to the job.
+//! Admission limits the accepted connections that have not yet proved that they belong to the job.
 //!
-//! Any process that reaches a port can open connections there and send nothing. A listener that refused new connections while its table is
-//! full would refuse those of its members. So a new connection takes the place of the oldest one, of the source address that has the
-//! most: a member proves itself within a few round trips, and one that lost its place connects again.
+//! Any process that reaches a port can open connections and send nothing. If a listener refused new connections while
+//! its table is full, such a process could keep the job's own ranks out. Therefore a new connection replaces an old
+//! one: the oldest connection of the source address with the most entries. A member of the job proves itself within a
+//! few round trips. If it lost its place, it connects again.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. Each half of the table, that of the connections whose hello is awaited and that of the others, has a limit of its own: neither
-//!    can crowd out the other.
-//! 2. A connection that is accepted has [`FIRST_BYTES`] for its hello, however many wait behind it; and a hello that has come by then
-//!    counts, although the thread that reads it had no processor.
+//! 1. The table has two halves with a limit each: connections whose hello is awaited, and the others. Neither half can
+//!    crowd out the other.
+//! 2. An accepted connection has [`FIRST_BYTES`] for its hello, no matter how many connections wait behind it. A hello
+//!    that has arrived by then counts, even if the thread that reads it had no processor.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
@@ -24,8 +25,7 @@ use tokio::time::Instant;
 use super::handshake::{self, ReceivedHello, Refusal};
 use crate::wait::lock;
 
-/// The time for the hello while more connections wait than the table has places; otherwise
-/// [`STEP_TIMEOUT`](handshake::STEP_TIMEOUT).
+/// Time limit for the hello while the table is full. Otherwise the limit is [`STEP_TIMEOUT`](handshake::STEP_TIMEOUT).
 const FIRST_BYTES: Duration = Duration::from_millis(50);
 
 /// IP address from which a connection comes; `None` for a Unix socket.
@@ -40,19 +40,19 @@ pub(super) struct Admission {
 }
 
 impl Admission {
-    /// A table with this many places.
+    /// Creates a table with this number of places.
     pub(super) fn new(places: usize) -> Arc<Admission> {
         let table = Table { half: (places / 2).max(1), next: 0, entries: BTreeMap::new() };
         Arc::new(Admission { table: Mutex::new(table), freed: Notify::new() })
     }
 
-    /// Number of connections in the table.
+    /// Returns the number of connections in the table.
     pub(super) fn count(&self) -> usize {
         lock(&self.table).entries.len()
     }
 
-    /// Waits until one more connection may be accepted: [`FIRST_BYTES`] and a turn of the runtime. Ends the oldest connection if there is
-    /// no place.
+    /// Waits until one more connection may be accepted, for about [`FIRST_BYTES`]. Ends the oldest connection if there
+    /// is no place.
     pub(super) async fn place(&self) {
         loop {
             let freed = self.freed.notified();
@@ -65,7 +65,7 @@ impl Admission {
         }
     }
 
-    /// Enters an accepted connection; `from` is its TCP address.
+    /// Adds an accepted connection. `from` is its TCP address.
     pub(super) fn enter(self: &Arc<Admission>, from: Option<SocketAddr>) -> Candidate {
         let ended = Arc::new(Notify::new());
         let source = from.map(|from| from.ip().to_canonical());
@@ -74,17 +74,17 @@ impl Admission {
     }
 }
 
-/// An accepted connection that has not proved that it belongs to the job; leaves the table when it is dropped.
+/// An accepted connection that has not yet proved that it belongs to the job. Dropping it frees its place in the table.
 #[derive(Debug)]
 pub(super) struct Candidate {
     admission: Arc<Admission>,
     id: u64,
-    /// Notified when another connection is to get its place.
+    /// Notified when another connection takes the place of this one.
     ended: Arc<Notify>,
 }
 
 impl Candidate {
-    /// Runs the steps by which it proves itself; `None` when another connection gets its place first.
+    /// Runs the steps by which the client proves itself. Returns `None` if another connection takes the place first.
     pub(super) async fn prove<T>(&self, steps: impl Future<Output = T>) -> Option<T> {
         let mut steps = pin!(steps);
         loop {
@@ -93,7 +93,8 @@ impl Candidate {
                 outcome = &mut steps => return Some(outcome),
                 () = self.ended.notified() => {}
             }
-            // The runtime looks at all sockets before it goes on here. Then the steps see what came while this thread had no processor.
+            // The yield lets the runtime read all sockets. Then the steps see bytes that arrived while this thread had
+            // no processor.
             tokio::task::yield_now().await;
             tokio::select! {
                 biased;
@@ -214,7 +215,8 @@ impl Table {
 mod tests {
     use super::*;
 
-    /// A table of six places, three in each half, with entries of these sources, a millisecond apart, from `start` on.
+    /// Returns a table of six places, three in each half, with one entry for each source. The entries are a millisecond
+    /// apart and begin at `start`.
     fn table(sources: &[u8], start: Instant) -> Table {
         let mut table = Table { half: 3, next: 0, entries: BTreeMap::new() };
         for (at, source) in sources.iter().enumerate() {
@@ -260,7 +262,8 @@ mod tests {
         assert_eq!(table.place(until), Vacancy::Free);
     }
 
-    /// A connection that waits for its hello in the only place, on a thread that has had no processor for its time.
+    /// Returns the outcome of a connection that waits for its hello in the only place, on a thread that had no
+    /// processor until the time was over.
     fn late(sent: &[u8]) -> Option<Result<ReceivedHello, Refusal>> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {

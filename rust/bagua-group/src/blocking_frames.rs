@@ -1,4 +1,4 @@
-//! Frames over one authenticated connection, sent and received by a thread that waits for them.
+//! Frames over one authenticated connection, for threads that block.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpStream};
@@ -16,11 +16,11 @@ use crate::wait::Deadline;
 /// Pause between two attempts to connect.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 
-/// A connection whose messages are frames; closed in forked children.
+/// A connection whose messages are frames. Closed in forked children.
 pub(super) struct Frames {
     socket: Socket,
     _fork_fd: ForkFd,
-    /// The other end, for error texts.
+    /// Name of the other end, for error texts.
     whom: String,
 }
 
@@ -30,11 +30,11 @@ impl Frames {
         Frames { socket, _fork_fd: fork_fd, whom }
     }
 
-    /// Connects, and authenticates, within `limit`; tries again after failures for which `retries` says so. The inner error is that of the last
-    /// attempt.
+    /// Connects and authenticates within `limit`. Tries again after a failure if `retries` returns true for it. The
+    /// inner error is that of the last attempt.
     ///
     /// # Errors
-    /// `System` when the process cannot try.
+    /// `System` if the process cannot try.
     pub(super) fn connect(
         at: impl ToSocketAddrs,
         hello: &Hello,
@@ -69,12 +69,12 @@ impl Frames {
         Ok(outcome.unwrap_or(Err(last)).map(|conn| Frames::over(conn, whom)))
     }
 
-    /// Who is at the other end, for error texts.
+    /// Returns the name of the other end, for error texts.
     pub(super) fn whom(&self) -> &str {
         &self.whom
     }
 
-    /// This host's address on the connection.
+    /// Returns this host's address on the connection.
     pub(super) fn local_address(&self) -> Result<IpAddr> {
         let address = self.tcp()?.local_addr();
         address.map(|address| address.ip()).map_err(|e| Error::system("the address of a connection", e))
@@ -87,7 +87,7 @@ impl Frames {
     /// Sends a frame.
     ///
     /// # Errors
-    /// `System` when the connection is broken, or the other end does not read.
+    /// `System` if the connection is broken or the other end does not read.
     pub(super) fn send(&mut self, body: &[u8]) -> Result<()> {
         let len = u32::try_from(body.len()).map_err(|_| Error::other("a message beyond its limit"))?;
         let frame = [&len.to_le_bytes()[..], body].concat();
@@ -99,7 +99,7 @@ impl Frames {
     /// Receives a frame of at most `longest` bytes within `limit`.
     ///
     /// # Errors
-    /// `System` when the connection ends, the time passes, or the frame is longer.
+    /// `System` if the connection ends, the time passes, or the frame is longer.
     pub(super) fn receive(&mut self, longest: usize, limit: Duration) -> Result<Vec<u8>> {
         let deadline = Deadline::after(limit);
         let mut len = [0; 4];

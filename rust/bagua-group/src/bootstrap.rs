@@ -21,10 +21,11 @@ use crate::health::GroupHealth;
 use crate::platform;
 use crate::wait::{Deadline, lock, slice_among, wait_on_for};
 
-/// How long before the deadline of joining a rank reports to the others which ranks it could not connect to.
+/// Time before the deadline of joining at which a rank tells the other ranks whom it could not connect to.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// The longest that a rank that gives up because of a loss stays for late ranks, at most half of the heartbeat timeout.
+/// Maximum time that a rank which gives up because of a loss stays for late ranks. At most half of the heartbeat
+/// timeout.
 const STAY: Duration = Duration::from_millis(2500);
 
 /// A rank that listens and has an address, but is not connected to any peer.
@@ -32,17 +33,17 @@ pub struct Bootstrap {
     control: Control,
     /// The address blob.
     address: Vec<u8>,
-    /// When it began to listen.
+    /// Time at which the rank began to listen.
     begun: Instant,
 }
 
 impl Bootstrap {
-    /// First step: listens. The caller must then exchange the [`Bootstrap::address`] of all ranks. Raises the process's soft limit of
-    /// file descriptors to its hard limit.
+    /// First step: listens. The caller must then exchange the [`Bootstrap::address`] of all ranks. Raises the process's
+    /// soft limit of file descriptors to its hard limit.
     ///
     /// # Errors
-    /// `InvalidArgument` for an invalid configuration, `System` when the hard limit of file descriptors is too low, or a socket or the
-    /// thread cannot be created.
+    /// `InvalidArgument` for an invalid configuration. `System` if the hard limit of file descriptors is too low, or if
+    /// a socket or the thread cannot be created.
     pub fn bind(config: Config) -> Result<Bootstrap> {
         let Config { rank, world_size, .. } = config;
         if rank >= world_size || u32::try_from(world_size).is_err() {
@@ -96,12 +97,12 @@ impl Bootstrap {
         Ok(Bootstrap { control, address: address.encode(), begun: Instant::now() })
     }
 
-    /// This rank's address for its peers: a few hundred opaque bytes.
+    /// Returns this rank's address for its peers, a few hundred opaque bytes.
     pub fn address(&self) -> &[u8] {
         &self.address
     }
 
-    /// The ranks that [`Bootstrap::connect`] waits for, for another thread.
+    /// Returns the ranks that [`Bootstrap::connect`] waits for. Can be read by another thread.
     pub fn awaited(&self) -> Awaited {
         let awaited = Awaited::default();
         let plane = Arc::downgrade(&self.control.plane);
@@ -113,12 +114,13 @@ impl Bootstrap {
         awaited
     }
 
-    /// Second step: connects to the peers. `addresses[r]` is the address of rank r. Returns when every rank has its control connections: one to
-    /// each other rank in small worlds, some 2 log2 n above [`Config::full_mesh`].
+    /// Second step: connects to the peers. `addresses[r]` is the address of rank r. Returns when every rank has its
+    /// control connections: one to each other rank in small worlds, about 2 log2 n in worlds above
+    /// [`Config::full_mesh`].
     ///
     /// # Errors
-    /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
-    /// `System` or `Mismatch` when a rank refuses the connection, `PeerLost` when a rank ends or leaves meanwhile.
+    /// `InvalidArgument` or `Mismatch` if the addresses contradict each other. `Timeout` names the ranks that cannot be
+    /// reached. `System` or `Mismatch` if a rank refuses the connection. `PeerLost` if a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
         let Bootstrap { control, address, begun } = self;
         let plane = Arc::clone(&control.plane);
@@ -127,17 +129,17 @@ impl Bootstrap {
         let world = World::new(parsed, addresses, &plane.config.secret);
         let group = connect(control, world, begun, &AtomicBool::new(false), false)?;
         if plane.config.rank == 0 && plane.config.world_size > plane.config.full_mesh {
-            // It had a connection to each rank: 4 MiB for 1,024.
+            // Releases freed memory to the system: connecting to 1,024 ranks leaves 4 MiB of it.
             platform::release_memory();
         }
         Ok(group)
     }
 }
 
-/// Begins to listen for the members of view `view` of a group, which this rank may be in.
+/// Begins to listen for the members of view `view` of a group. This rank may become a member.
 ///
 /// # Errors
-/// `System` when a socket cannot be opened, or the hard limit of file descriptors is too low.
+/// `System` if a socket cannot be opened, or the hard limit of file descriptors is too low.
 pub(super) fn listen_for_view(former: &Plane, view: u64) -> Result<(Listeners, Endpoint)> {
     provide_descriptors(&former.config)?;
     // The group itself uses the port of the configuration.
@@ -160,8 +162,9 @@ pub(super) struct NextView {
     pub(super) listeners: Listeners,
 }
 
-/// Connects to the other members of a view, as [`Bootstrap::connect`]. In a large world it returns when the ring and the tree of the assembly
-/// are connected, a few connections for each rank, and the others open later. Ends with `Aborted` soon after `cancelled` was set.
+/// Connects to the other members of a view, like [`Bootstrap::connect`]. In a large world, returns when the ring and
+/// the tree of the assembly are connected, a few connections per rank. The remaining connections open later. Ends with
+/// `Aborted` soon after `cancelled` was set.
 pub(super) fn connect_view(former: &Plane, next: NextView, cancelled: &AtomicBool) -> Result<Group> {
     let (begun, NextView { view, members, endpoints, listeners }) = (Instant::now(), next);
     let own = former.config.rank;
@@ -180,7 +183,7 @@ pub(super) fn connect_view(former: &Plane, next: NextView, cancelled: &AtomicBoo
     connect(control, world, begun, cancelled, true)
 }
 
-/// Opens the connections of a rank that listens. `skips_later`: few of them before the group is used.
+/// Opens the connections of a rank that listens. With `skips_later`, opens only few of them before the group is used.
 fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBool, skips_later: bool) -> Result<Group> {
     let plane = Arc::clone(&control.plane);
     let config = &plane.config;
@@ -200,7 +203,7 @@ fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBoo
     control.watch(until);
     let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
     let apart = connecting.wait().inspect_err(|why| {
-        // In a next view ranks have it from the former group.
+        // In a next view, ranks learn of the loss from the former group, so this rank need not stay.
         if !skips_later && matches!(why, Error::PeerLost { .. } | Error::PeerRaised { .. }) {
             connecting.stay_for(&neighbours);
         }
@@ -216,7 +219,7 @@ fn provide_descriptors(config: &Config) -> Result<()> {
     descriptors::provide(|| descriptors::of_world(config), describe(config))
 }
 
-/// Who needs file descriptors, for the error text.
+/// Returns the text that says who needs file descriptors.
 fn describe(config: &Config) -> String {
     let Config { rank, world_size, .. } = config;
     format!("rank {rank} of {world_size}")
@@ -228,12 +231,12 @@ struct Connecting<'a> {
     health: &'a GroupHealth,
     world: &'a World,
     deadline: Deadline,
-    /// Set when the caller does not want the group any more.
+    /// True once the caller does not want the group any more.
     cancelled: &'a AtomicBool,
 }
 
 impl Connecting<'_> {
-    /// Waits until all ranks are connected; those that do not reach the other ranks of their host.
+    /// Waits until all ranks are connected. Returns the ranks that cannot reach the other ranks of their host.
     fn wait(&self) -> Result<Vec<usize>> {
         let mut state = lock(&self.plane.connecting);
         let (mut last_check, mut missed): (Option<Instant>, Option<Vec<usize>>) = (None, None);
@@ -251,7 +254,7 @@ impl Connecting<'_> {
             if passed || last_check.is_none_or(|last| last.elapsed() >= slice) {
                 last_check = Some(Instant::now());
                 if let Some(departed) = self.plane.departed() {
-                    // The deadline of that rank has passed, if there was one to be missed.
+                    // If this rank still misses ranks, the departed rank left because its own deadline passed.
                     let left = || self.health.peer_lost(departed, "it left while the group was being built");
                     return Err(if self.plane.unreached().is_empty() {
                         left()
@@ -260,7 +263,7 @@ impl Connecting<'_> {
                     });
                 }
                 if self.deadline.left() < grace && missed.is_none() {
-                    // Those that miss no rank themselves get the names, too.
+                    // Also tell the ranks that miss nobody, so that their errors name the same ranks.
                     let ranks = self.plane.awaited();
                     missed = Some(ranks.clone());
                     if !ranks.is_empty() {
@@ -275,8 +278,8 @@ impl Connecting<'_> {
         }
     }
 
-    /// Stays where late ranks find it until those of its neighbours that run are connected, and have the loss of another rank that ends this
-    /// group: to those that come later a rank that gave up is the one that is lost.
+    /// Stays reachable until the running neighbours are connected and know which loss ends this group. A late rank that
+    /// found nobody here would report this rank as lost instead.
     fn stay_for(&self, neighbours: &[usize]) {
         let until = Instant::now() + STAY.min(self.plane.config.heartbeat_timeout / 2);
         while neighbours.iter().any(|rank| self.plane.is_missing(*rank)) && Instant::now() < until {
@@ -284,7 +287,8 @@ impl Connecting<'_> {
         }
     }
 
-    /// The error for the ranks that are not connected; `missed`: to this rank, shortly before the deadline.
+    /// Returns the error for the ranks that are not connected. `missed` are the ranks that this rank had not reached
+    /// shortly before the deadline.
     fn timed_out(&self, state: &ConnectState, missed: Option<Vec<usize>>) -> Error {
         let mut missing = self.plane.unreached();
         missing.extend(missed.unwrap_or_default());
@@ -304,9 +308,9 @@ impl Connecting<'_> {
     }
 }
 
-/// Partitions the ranks into hosts: ranks with equal host ids form a host if they reach each other by Unix sockets; otherwise each of them
-/// forms a host of its own. `is_connected(r)`: rank r has a Unix socket, and reaches that of another rank of its host. Hosts are in the
-/// order of their first ranks.
+/// Partitions the ranks into hosts. Ranks with equal host ids form a host if they reach each other by Unix sockets.
+/// Otherwise each of them forms a host of its own. `is_connected(r)` is true if rank r has a Unix socket and reaches
+/// another rank of its host. Hosts are in the order of their first ranks.
 fn partition(host_ids: &[&str], is_connected: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
     let mut classes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (rank, id) in host_ids.iter().enumerate() {

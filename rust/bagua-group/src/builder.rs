@@ -1,5 +1,5 @@
-//! Building a lane: its shared memory, and the collective for the group's hosts. It has no stream yet: those between two ranks open in the
-//! first operation with a message between them, see [`super::streams`].
+//! Building a lane: its shared memory, and the collective for the group's hosts. A new lane has no streams. The streams
+//! between two ranks open in the first operation with a message between them, see [`super::streams`].
 //!
 //! The ranks of one host share one memory segment per lane, see [`super::segment`].
 
@@ -27,7 +27,7 @@ const LEADERS: u32 = 1;
 /// `index` of the streams between the ranks of one machine that do not share memory.
 const MACHINE: u32 = 2;
 
-/// Builds one lane, and connects its ranks later where they pass descriptors.
+/// Builds one lane. Also opens the connections over which the lane's ranks pass descriptors.
 pub(super) struct LaneBuilder<'a> {
     pub(super) conns: &'a LaneConns,
     /// Name of the thing that is opened, for error texts.
@@ -36,7 +36,7 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) hosts: &'a [Vec<usize>],
     /// Deadline for all connections.
     pub(super) deadline: Deadline,
-    /// The arenas that tensors may lie in.
+    /// The arenas of this rank. Tensors may lie in them.
     pub(super) registry: &'a Arc<Registry>,
 }
 
@@ -53,7 +53,8 @@ impl LaneBuilder<'_> {
         Ok(self.bound(inner, self.hosts, fork_fds))
     }
 
-    /// The collectives of the lane's ranks by machine: those of one machine, and the machines' first ranks.
+    /// Returns a hierarchy of the lane's ranks: a collective of the ranks of each machine, and one of the machines'
+    /// first ranks.
     pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<Hier> {
         let rank = self.conns.health.rank();
         let machine = machines.iter().find(|machine| machine.contains(&rank));
@@ -68,8 +69,8 @@ impl LaneBuilder<'_> {
         Ok(Hier::new(intra, inter, machines.to_vec(), rank))
     }
 
-    /// Shared memory inside hosts and streams between them. All ranks have the best link to each other for what is not hierarchical: a stream
-    /// to another host, rings in the segment on this one.
+    /// Builds a hierarchy: shared memory inside each host, streams between the hosts' first ranks. Verbs that are not
+    /// hierarchical use the best link between each two ranks: rings in the segment on one host, streams between hosts.
     fn shm_and_net(&self, fork_fds: &mut Vec<ForkFd>) -> Result<Hier> {
         let (size, rank) = (self.conns.health.size(), self.conns.health.rank());
         let (host, local) = self.host()?;
@@ -84,15 +85,15 @@ impl LaneBuilder<'_> {
         Ok(Hier::new(intra, inter, self.hosts.to_vec(), rank).with_flat(flat))
     }
 
-    /// The collective of the hosts' first ranks, if this is one of them.
+    /// Returns the collective of the hosts' first ranks, or `None` if this rank is not one of them.
     fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
         let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
         let is_one = leaders.contains(&self.conns.health.rank());
         is_one.then(|| self.part(&leaders, LEADERS, fork_fds)).transpose()
     }
 
-    /// A collective of some ranks of the group, this one among them, as ncclCommSplit makes one: in shared memory where they are the ranks of
-    /// this host, else over streams of this `index`.
+    /// Returns a collective of some ranks of the group, including this one, like ncclCommSplit. It uses shared memory
+    /// if the ranks are exactly those of this host, and otherwise streams with this `index`.
     fn part(&self, members: &[usize], index: u32, fork_fds: &mut Vec<ForkFd>) -> Result<Box<dyn Collective>> {
         if members.len() == 1 {
             return Ok(Box::new(Solo::new()));
@@ -103,7 +104,7 @@ impl LaneBuilder<'_> {
         Ok(Box::new(self.mesh(members.to_vec(), index, None)))
     }
 
-    /// The collective of this host's ranks, and its segment.
+    /// Returns the collective of this host's ranks, and its segment.
     fn shm(&self, fork_fds: &mut Vec<ForkFd>) -> Result<(Shm, Arc<Arena>)> {
         let (host, local) = self.host()?;
         let arena = Arc::new(self.segment(host, segment_len(host.len()))?);
@@ -112,7 +113,7 @@ impl LaneBuilder<'_> {
         Ok((self.knowing_arenas(shm), arena))
     }
 
-    /// The collective as the factories of the configuration wrap it, for this process only.
+    /// Applies the factories of the configuration to a collective, and binds it to this process.
     fn bound(
         &self,
         collective: Box<dyn Collective>,
@@ -126,7 +127,7 @@ impl LaneBuilder<'_> {
         Box::new(ProcessBound::new(inner, unused, hosts.to_vec(), fork_fds, owner))
     }
 
-    /// The group ranks on this rank's host, and this rank's index among them.
+    /// Returns the group ranks on this rank's host, and this rank's index among them.
     pub(super) fn host(&self) -> Result<(&[usize], usize)> {
         let rank = self.conns.health.rank();
         let index = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
@@ -134,8 +135,8 @@ impl LaneBuilder<'_> {
         found.ok_or_else(|| Error::other("this rank is on no host of its group"))
     }
 
-    /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and to all others streams of this
-    /// `index`, which open on demand.
+    /// Returns a mesh of some members of the group. Ranks of this host are connected by rings in `shared`, if given.
+    /// All others get streams with this `index`, which open on demand.
     fn mesh(&self, members: Vec<usize>, index: u32, shared: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
         let LaneConns { control, health, .. } = self.conns;
         let (mut rings, mut bell) = (Vec::new(), None);
@@ -153,12 +154,12 @@ impl LaneBuilder<'_> {
         Net::new(mesh).with(control.plane.config.algorithm)
     }
 
-    /// A connection with another rank of the group, in either direction.
+    /// Returns a connection with another rank of the group. Either end may have opened it.
     pub(super) fn connected(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
         let slice = slice_among(self.conns.health.size());
         let awaited = self.conns.begin(peer, purpose, index, self.deadline.left());
         loop {
-            // Before the check: the peer may have connected and then left.
+            // The connection comes before the check, because the peer may have connected and then left.
             if let Some(conn) = self.conns.wait(peer, &awaited, slice.min(self.deadline.left()))? {
                 return Ok(conn);
             }
@@ -166,7 +167,7 @@ impl LaneBuilder<'_> {
         }
     }
 
-    /// The error that must end a wait for a peer: the group failed, the peer left, or the deadline passed.
+    /// Returns the error that must end a wait for a peer: the group failed, the peer left, or the deadline passed.
     pub(super) fn check(&self, peer: usize) -> Result<()> {
         let health = &self.conns.health;
         health.check()?;

@@ -1,23 +1,23 @@
-//! How long a rank collects what comes in quick succession, before it does once what follows from it.
+//! Waits that let a rank handle many events in quick succession together.
 
 use std::time::{Duration, Instant};
 
-/// Waits that become longer while more comes, so that few messages are sent where many ranks leave or are lost.
+/// A wait that becomes longer while events keep coming, so that few messages are sent if many ranks leave or are lost.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Collecting {
     first: Duration,
     longest: Duration,
-    /// When the last wait ended, and how long it was.
+    /// End and length of the last wait.
     last: Option<(Instant, Duration)>,
 }
 
 impl Collecting {
-    /// The first wait, and the longest.
+    /// Creates it with the lengths of the first and of the longest wait.
     pub(super) fn new(first: Duration, longest: Duration) -> Collecting {
         Collecting { first, longest, last: None }
     }
 
-    /// Something comes after the last wait: how long to wait for more. Twice as long as the last time, if that was over not long ago.
+    /// Returns the time to wait for more events after a new one. It doubles if the last wait ended a short time ago.
     pub(super) fn wait(&mut self, now: Instant) -> Duration {
         let wait = match self.last {
             Some((ended, before)) if now.saturating_duration_since(ended) < 2 * before => {

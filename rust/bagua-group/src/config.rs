@@ -9,10 +9,10 @@ use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
 pub use crate::transport::TransportChoice;
 
-/// The most streams to a peer that a configuration may ask for.
+/// Maximum number of streams to a peer.
 pub const MAX_STREAMS: usize = 64;
 
-/// [`Config`] of these parameters beside rank and size, each with its default.
+/// Declares [`Config`]: rank and size, and these parameters with their defaults.
 macro_rules! parameters {
     ($($(#[$doc:meta])* $name:ident: $Type:ty = $default:expr;)*) => {
         /// The parameters with which a rank joins a group.
@@ -26,8 +26,8 @@ macro_rules! parameters {
         }
 
         impl Config {
-            /// A configuration with the defaults: operations 300 s, connecting 60 s, heartbeat 5 s, loopback, automatic transports and
-            /// algorithms, two streams per peer.
+            /// Creates a configuration with the defaults: operations 300 s, connecting 60 s, heartbeat 5 s, loopback,
+            /// automatic transports and algorithms, two streams per peer.
             pub fn new(rank: usize, world_size: usize) -> Config {
                 Config { rank, world_size, $($name: $default,)* }
             }
@@ -38,16 +38,16 @@ macro_rules! parameters {
 parameters! {
     /// Name of the group, for statistics and error texts.
     name: String = "world".to_owned();
-    /// Identity of the host: equal on two ranks only if they can share memory. Empty: boot id and network namespace.
+    /// Identity of the host. Equal on two ranks only if they can share memory. If empty, boot id and network namespace.
     host_id: String = String::new();
-    /// Name of the host in error texts. Empty: the system's host name.
+    /// Name of the host in error texts. If empty, the system's host name.
     host_name: String = String::new();
-    /// Secret of the job, with which the two ends of a connection authenticate each other.
+    /// Secret of the job. The two ends of a connection authenticate each other with it.
     secret: Vec<u8> = Vec::new();
     /// Encryption of TCP connections, with the way in which their ends authenticate each other; `None` for plain TCP.
     /// The same on all ranks.
     tls: Option<Tls> = None;
-    /// Address to listen on (port 0: any free port), as [`local_address_towards`](super::local_address_towards) returns it.
+    /// Address to listen on, from [`local_address_towards`](super::local_address_towards). Port 0 means any free port.
     listen: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 0));
     /// Default deadline of an operation.
     timeout: Duration = Duration::from_secs(300);
@@ -57,20 +57,23 @@ parameters! {
     heartbeat_timeout: Duration = Duration::from_secs(5);
     /// The transports that the group may use.
     transport: TransportChoice = TransportChoice::Auto;
-    /// TCP streams to a peer on another host, for each lane (1 to 64). Two ranks with different numbers use the smaller one.
+    /// Number of TCP streams to a peer on another host, for each lane (1 to 64). If two ranks differ, they use the
+    /// smaller number.
     streams_per_peer: usize = 2;
-    /// Algorithm of all_reduce between hosts; must be equal on all ranks.
+    /// Algorithm of all_reduce between hosts. Must be equal on all ranks.
     algorithm: Algorithm = Algorithm::Auto;
-    /// The largest world in which every two ranks have a control connection; above it each rank has some 2 log2 n. The same on all ranks.
+    /// Size of the largest world in which every two ranks have a control connection. In larger worlds each rank has
+    /// about 2 log2 n. The same on all ranks.
     full_mesh: usize = FULL;
-    /// Number of the membership: 1 for a group that its caller built, more for one that ranks of an earlier group agreed on.
+    /// Number of the view: 1 for a group that its caller built, more for a group that ranks of an earlier group agreed
+    /// on.
     view: u64 = 1;
-    /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
+    /// Collectives of other crates, see [`CollectiveFactory`]. The same on all ranks.
     factories: Vec<Arc<dyn CollectiveFactory>> = Vec::new();
 }
 
 impl Config {
-    /// How this rank proves that it belongs to the job.
+    /// Returns the means by which this rank proves that it belongs to the job.
     pub(super) fn access(&self) -> Access<'_> {
         Access { secret: &self.secret, tls: self.tls.as_ref() }
     }

@@ -1,4 +1,4 @@
-//! Authenticated connections: control connections, and data connections, which stay pending until their lane asks for them.
+//! Authenticated connections: control connections, and data connections that wait until their lane asks for them.
 
 use std::collections::HashMap;
 use std::io::{self, Read as _, Write as _};
@@ -21,15 +21,16 @@ use crate::transport::tls::Session;
 use crate::transport::{Tls, Transport};
 use crate::wait::{Deadline, lock, wait_on_for};
 
-/// The most pending connections in small worlds.
+/// Maximum number of pending connections in small worlds.
 const PENDING_LIMIT: usize = 4096;
 
-/// The most pending connections. Peers may use several lanes before this rank does, but correct peers stay below this.
+/// Returns the maximum number of pending connections. Peers may use several lanes before this rank does, but correct
+/// peers stay below this limit.
 fn pending_limit(world_size: usize) -> usize {
     PENDING_LIMIT.max(world_size.saturating_mul(2 * MAX_STREAMS))
 }
 
-/// A socket of the control thread, asynchronous.
+/// An asynchronous socket of the control thread.
 #[derive(Debug)]
 pub(super) enum AsyncSocket {
     Tcp(tokio::net::TcpStream),
@@ -38,7 +39,7 @@ pub(super) enum AsyncSocket {
 }
 
 impl AsyncSocket {
-    /// The client's end of a TCP connection.
+    /// Connects the client's end of a TCP connection.
     pub(super) async fn connect(
         stream: tokio::net::TcpStream,
         ends: Option<&Ends>,
@@ -49,7 +50,7 @@ impl AsyncSocket {
         })
     }
 
-    /// The server's end of a TCP connection.
+    /// Accepts the server's end of a TCP connection.
     pub(super) async fn accept(
         stream: tokio::net::TcpStream,
         ends: Option<&Ends>,
@@ -97,19 +98,19 @@ impl AsyncWrite for AsyncSocket {
     }
 }
 
-/// A Unix socket that is watched for what comes only. Watched for room too, as tokio's, each message would wake the control thread of its sender
-/// once more: the kernel reports room whenever the peer has read.
+/// A Unix socket that tokio watches only for arriving bytes. Tokio's own type also watches for room, and the kernel
+/// reports room whenever the peer has read. Each message would wake the control thread of its sender once more.
 #[derive(Debug)]
 pub(super) struct UnixSocket {
     socket: AsyncFd<StdUnixStream>,
-    /// While it is full.
+    /// The descriptor that is watched for room. `Some` while the socket is full.
     room: Option<Room>,
 }
 
-/// Another descriptor of a socket, watched for room.
+/// A second descriptor of a socket, watched for room.
 #[derive(Debug)]
 struct Room {
-    /// Unregistered before the descriptor is closed.
+    /// Registration that ends before the descriptor is closed.
     _fork_fd: ForkFd,
     socket: AsyncFd<StdUnixStream>,
 }
@@ -119,7 +120,7 @@ impl UnixSocket {
         Ok(UnixSocket { socket: watched(stream.into_std()?, Interest::READABLE)?, room: None })
     }
 
-    /// The socket, not blocking.
+    /// Returns the socket in non-blocking mode.
     fn into_std(self) -> StdUnixStream {
         self.socket.into_inner()
     }
@@ -149,7 +150,7 @@ impl AsyncRead for UnixSocket {
             let Ok(outcome) = ready.try_io(|socket| socket.get_ref().read(space)) else { continue };
             let (count, len) = (outcome?, space.len());
             if 0 < count && count < len {
-                // All that had come. The kernel reports what comes later.
+                // All bytes that had arrived were read. The kernel reports later ones.
                 ready.clear_ready();
             }
             into.advance(count);
@@ -201,7 +202,7 @@ impl ControlConn {
         Ok(ControlConn { fork_fd: ForkFd::new(&stream), socket: AsyncSocket::Tcp(stream) })
     }
 
-    /// The client's end after the handshake of TLS, if there is TLS.
+    /// Makes the client's end, after the handshake of TLS if there is TLS.
     pub(super) async fn connect(
         stream: tokio::net::TcpStream,
         ends: Option<&Ends>,
@@ -211,7 +212,7 @@ impl ControlConn {
         Ok(ControlConn { fork_fd, socket: AsyncSocket::connect(stream, ends).await? })
     }
 
-    /// The server's end after the handshake of TLS, if there is TLS and the connection is by TCP.
+    /// Makes the server's end, after the handshake of TLS if the connection is a TCP connection and there is TLS.
     pub(super) async fn accept(self, ends: Option<&Ends>) -> std::result::Result<ControlConn, Refused> {
         let ControlConn { fork_fd, socket } = self;
         let socket = match socket {
@@ -237,11 +238,11 @@ impl ControlConn {
             AsyncSocket::Tls(socket) => socket.as_fd(),
             AsyncSocket::Unix(_) => return,
         };
-        // Where the kernel refuses it, heartbeats take longer.
+        // If the kernel refuses, heartbeats only take longer.
         let _ = platform::expedite(stream);
     }
 
-    /// The same connection for use outside the control thread, blocking.
+    /// Returns the same connection in blocking mode, for use outside the control thread.
     pub(super) fn into_data(self) -> io::Result<DataConn> {
         let socket = match self.socket {
             AsyncSocket::Tcp(stream) => {
@@ -274,7 +275,7 @@ pub(super) enum Socket {
 }
 
 impl Socket {
-    /// The TCP connection.
+    /// Returns the TCP connection, if it is one.
     pub(super) fn tcp(&self) -> Option<&std::net::TcpStream> {
         match self {
             Socket::Tcp(stream) | Socket::Tls(stream, _) => Some(stream),
@@ -282,7 +283,7 @@ impl Socket {
         }
     }
 
-    /// The stream of a lane, or of messages. `opened` gets the connection, which lives as long as the stream does.
+    /// Returns the stream of a lane, or of messages. `opened` gets the connection, which lives as long as the stream.
     pub(super) fn into_transport(
         self,
         choice: TransportChoice,
@@ -324,7 +325,7 @@ impl io::Write for Socket {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        // A write that returned has left nothing behind that a later one would not send.
+        // A write that returned has left nothing behind that a later write would have to send.
         Ok(())
     }
 }
@@ -354,14 +355,14 @@ impl From<&Hello> for ConnKey {
     }
 }
 
-/// Accepted connections for which this rank's lane has not asked yet: a peer may use the lane earlier.
+/// Accepted connections that this rank's lane has not asked for yet, because the peer used the lane first.
 pub(super) struct PendingConns {
-    /// The most connections that may be pending.
+    /// Maximum number of pending connections.
     limit: usize,
     conns: Mutex<HashMap<ConnKey, DataConn>>,
     /// Notified when a connection is added.
     added: Condvar,
-    /// Called when a stream of messages of a group is added, by the group's id.
+    /// Callbacks by group id, called when a stream of messages of the group is added.
     watchers: Mutex<HashMap<u64, Watcher>>,
 }
 
@@ -378,13 +379,13 @@ impl PendingConns {
         }
     }
 
-    /// Number of pending connections among these.
+    /// Returns the number of pending connections with these keys.
     pub(super) fn count(&self, keys: &[ConnKey]) -> usize {
         let conns = lock(&self.conns);
         keys.iter().filter(|key| conns.contains_key(*key)).count()
     }
 
-    /// True below the limit.
+    /// True if the number of pending connections is below the limit.
     pub(super) fn has_room(&self) -> bool {
         lock(&self.conns).len() < self.limit
     }
@@ -405,7 +406,7 @@ impl PendingConns {
         Ok(())
     }
 
-    /// Takes the connection with a key, for which it waits for at most `longest`.
+    /// Takes the connection with a key. Waits for it for at most `longest`.
     pub(super) fn take(&self, key: &ConnKey, longest: Duration) -> Option<DataConn> {
         let deadline = Deadline::after(longest);
         let mut conns = lock(&self.conns);
@@ -418,7 +419,7 @@ impl PendingConns {
         }
     }
 
-    /// Takes the streams of messages of a group that are there.
+    /// Takes the streams of messages of a group that have arrived.
     pub(super) fn take_messages(&self, group: u64) -> Vec<(ConnKey, DataConn)> {
         let of_group = |key: &ConnKey, _: &mut DataConn| key.purpose == Purpose::Messages && key.group == group;
         lock(&self.conns).extract_if(of_group).collect()
@@ -434,7 +435,7 @@ impl PendingConns {
         lock(&self.watchers).remove(&group);
     }
 
-    /// Closes the pending connections of a group, or all.
+    /// Closes the pending connections of one group, or of all groups.
     pub(super) fn clear(&self, group: Option<u64>) {
         lock(&self.conns).retain(|key, _| group.is_some_and(|group| group != key.group));
     }

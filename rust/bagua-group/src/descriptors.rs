@@ -1,9 +1,9 @@
-//! File descriptors: the limit of the process on them (`RLIMIT_NOFILE`), and how many a rank needs.
+//! The limit on file descriptors of the process (`RLIMIT_NOFILE`), and the number of descriptors that a rank needs.
 //!
-//! A group needs descriptors for its control connections, and in each lane for the TCP streams to the ranks with which it has exchanged
-//! messages. A process without a free descriptor can neither open nor accept a connection, and its peers cannot distinguish that from a slow
-//! network. So a rank raises the soft limit of its process to the hard limit before it connects, and compares what it needs with that limit
-//! before it connects and before it opens streams.
+//! A group needs descriptors for its control connections, and in each lane for the TCP streams to the ranks with which
+//! it has exchanged messages. A process without a free descriptor can neither open nor accept a connection, and its
+//! peers cannot distinguish that from a slow network. Therefore a rank raises the soft limit of its process to the hard
+//! limit. It compares its need with that limit before it connects and before it opens streams.
 
 use std::fmt::Display;
 
@@ -14,8 +14,8 @@ use super::control::Overlay;
 use crate::error::{Error, Result};
 use crate::platform::open_descriptors;
 
-/// Descriptors of a rank besides its connections: the listening sockets, the event loops of the control thread and of the rendezvous, and
-/// the shared memory of a lane.
+/// Number of descriptors of a rank in addition to its connections: the listening sockets, the event loops of the
+/// control thread and of the rendezvous, and the shared memory of a lane.
 const OWN: usize = 10;
 
 /// Returns the number of descriptors that a rank opens before it has a lane.
@@ -23,16 +23,16 @@ pub(super) fn of_world(config: &Config) -> usize {
     OWN + Overlay::new(config.rank, config.world_size, config.full_mesh).neighbours().len()
 }
 
-/// Raises the soft limit of this process to the hard limit. `more` returns the number of descriptors that `who` is going to open; it is called
-/// after the open descriptors were counted.
+/// Raises the soft limit of this process to the hard limit. `more` returns the number of descriptors that `who` is
+/// going to open. It is called after the open descriptors were counted.
 ///
 /// # Errors
-/// `System` when the hard limit is too low for the open descriptors and these.
+/// `System` if the hard limit is too low for the open descriptors and the new ones.
 pub(super) fn provide(more: impl FnOnce() -> usize, who: impl Display) -> Result<()> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = current == maximum || setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).is_ok();
     let allowed = if raised { maximum } else { current }.unwrap_or(u64::MAX);
-    // If the process cannot open the list of its descriptors, it has as many as it may have.
+    // If the process cannot open the list of its descriptors, all allowed descriptors are in use.
     let open = open_descriptors().map_or(allowed, |open| open as u64);
     let needed = open.saturating_add(more() as u64);
     if needed <= allowed {
@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn a_rank_needs_descriptors_for_its_control_connections_before_it_connects() {
         assert_eq!(of_world(&Config::new(0, 16)), OWN + 15);
-        // Distances 1, 2, 4 and 8 in both directions, of which 8 is 16 in the other.
+        // Distances 1, 2, 4 and 8 in both directions. Distance 8 in one direction is 16 in the other.
         assert_eq!(of_world(&Config::new(0, 24)), OWN + 8);
     }
 }

@@ -1,4 +1,5 @@
-//! A group of the same ranks with connections of its own, as `MPI_Comm_dup` makes one: its failures and departures are its own.
+//! A group of the same ranks with its own connections, like `MPI_Comm_dup`. Failures of one group do not affect the
+//! other.
 
 use super::address::{SLOT, put, take};
 use super::bootstrap::Bootstrap;
@@ -10,7 +11,7 @@ use crate::request::{Io, Verb};
 use crate::types::DType;
 
 impl Group {
-    /// Builds the group; its ranks are those of this group. The addresses travel over `lane`, a lane of this group. Collective.
+    /// Builds a group with the ranks of this group. The addresses travel over `lane`, a lane of this group. Collective.
     ///
     /// # Errors
     /// The errors of [`Lane::run`] and [`Bootstrap::connect`].
@@ -22,7 +23,7 @@ impl Group {
             view: 0,
             ..self.config().clone()
         };
-        // This group has a port that was asked for.
+        // A port that the configuration names is already used by this group.
         config.listen.set_port(0);
         let bootstrap = Bootstrap::bind(config)?;
         let mut own = vec![0; SLOT];

@@ -1,12 +1,13 @@
 //! Forked children: the descriptors of a group are closed in a child, and its objects refuse to work there.
 //!
-//! A child of `fork` (usually a data-loading worker) inherits all descriptors. While it lives, the sockets of a dead parent would stay
-//! open, and the peers would not detect the death. A `pthread_atfork` handler therefore closes the inherited copies. The handler may
-//! only do what a signal handler may: it walks a fixed table of atomics and calls `fstat` and `close`. In the child the owners of those
-//! descriptors must never be dropped, because they would close a number that may belong to another file by then: they check their
-//! [`OwnerProcess`] first.
+//! A child of `fork` (usually a data-loading worker) inherits all descriptors. While it lives, the sockets of a dead
+//! parent would stay open, and the peers would not detect the death. Therefore a `pthread_atfork` handler closes the
+//! inherited copies. The handler may only do what a signal handler may do: it walks a fixed table of atomics and calls
+//! `fstat` and `close`. The owners of closed descriptors must never be dropped in the child, because they would close a
+//! number that may belong to another file by then. Therefore owners check their [`OwnerProcess`] first.
 //!
-//! A fork between the creation of a descriptor and its registration, a few instructions later, leaves that descriptor open in the child.
+//! If a fork happens between the creation of a descriptor and its registration, a few instructions later, the child
+//! keeps that descriptor open.
 
 #![allow(unsafe_code)]
 
@@ -17,13 +18,13 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
 
-/// The most registered descriptors. A rank holds a few per peer and lane. Unused slots occupy no memory.
+/// Maximum number of registered descriptors. A rank holds a few per peer and lane. Unused slots occupy no memory.
 const SLOTS: usize = 1 << 16;
 
-/// A free slot. 0, so that the table lies in zero-initialised memory.
+/// Value of a free slot. It is 0, so that the table lies in zero-initialised memory.
 const FREE: i32 = 0;
 
-/// A slot that a thread is filling in.
+/// Value of a slot that a thread is filling in.
 const CLAIMED: i32 = -1;
 
 /// One registered descriptor. The inode shows whether the number still refers to the same socket.
@@ -35,24 +36,24 @@ struct Slot {
 
 static TABLE: [Slot; SLOTS] = [const { Slot { fd: AtomicI32::new(FREE), inode: AtomicU64::new(0) } }; SLOTS];
 
-/// Hint: slots below this index are in use, except after a race between two registrations. Without it, each of n registrations
-/// would search all slots before its own.
+/// Hint for a free slot: slots below this index are in use, except after a race between two registrations. Without the
+/// hint, each of n registrations would search all slots before its own.
 static FREE_HINT: AtomicUsize = AtomicUsize::new(0);
 
-/// Slots from this index on were never used: the fork handler skips them.
+/// Index of the first slot that was never used. The fork handler stops there.
 static USED_END: AtomicUsize = AtomicUsize::new(0);
 
 /// Number of forks between the first process and this one.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
-/// Inode of an open descriptor.
+/// Returns the inode of an open descriptor.
 fn inode(fd: RawFd) -> Option<u64> {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: fstat writes a whole stat into memory of that size, or fails; any number is allowed as a descriptor.
+    // SAFETY: fstat writes a whole stat into memory of that size, or fails. Any number is allowed as a descriptor.
     if unsafe { libc::fstat(fd, stat.as_mut_ptr()) } != 0 {
         return None;
     }
-    // SAFETY: fstat succeeded and wrote it.
+    // SAFETY: fstat succeeded and wrote the stat.
     Some(unsafe { stat.assume_init() }.st_ino)
 }
 
@@ -69,19 +70,20 @@ extern "C" fn close_in_child() {
     }
 }
 
-/// Installs [`close_in_child`], once per process; returns 0 or the error code.
+/// Installs [`close_in_child`] once per process. Returns 0 or the error code.
 fn install_handler() -> i32 {
     static INSTALLED: OnceLock<i32> = OnceLock::new();
-    // SAFETY: the handler exists as long as the program and only does what is allowed between fork and exec.
+    // SAFETY: the handler exists as long as the program, and only does what is allowed between fork and exec.
     *INSTALLED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(close_in_child)) })
 }
 
-/// The process that created an object, as opposed to its forked children. A check costs a load; `getpid` costs 130 ns.
+/// The process that created an object, as opposed to its forked children. A check costs one load. `getpid` costs 130
+/// ns.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnerProcess(u64);
 
 impl OwnerProcess {
-    /// This process, for objects that need the fork handler.
+    /// Returns this process, for objects that need the fork handler.
     pub(super) fn install() -> Result<OwnerProcess> {
         match install_handler() {
             0 => Ok(OwnerProcess(GENERATION.load(Ordering::SeqCst))),
@@ -89,7 +91,8 @@ impl OwnerProcess {
         }
     }
 
-    /// This process. If the handler cannot be installed, which also prevents building a group, a child counts as its parent.
+    /// Returns this process. If the handler cannot be installed, a child counts as its parent. No group can be built
+    /// then.
     pub fn current() -> OwnerProcess {
         install_handler();
         OwnerProcess(GENERATION.load(Ordering::SeqCst))
@@ -100,7 +103,7 @@ impl OwnerProcess {
         self.0 == GENERATION.load(Ordering::Relaxed)
     }
 
-    /// An error in a forked child.
+    /// Returns an error in a forked child.
     pub(super) fn check(self) -> Result<()> {
         if self.is_current() {
             return Ok(());
@@ -112,9 +115,11 @@ impl OwnerProcess {
     }
 }
 
-/// One value per process. A forked child gets a new value: a thread of the parent may have held a lock of the parent's value at the fork.
+/// One value per process. A forked child gets a new value, because a thread of the parent may have held a lock of the
+/// parent's value at the fork.
 pub struct PerProcess<T> {
-    /// Null, or the value and the process that created it. Never freed: at most one per fork between the first process and this one.
+    /// Null, or the value and the process that created it. Never freed, so it leaks one value per fork between the
+    /// first process and this one.
     current: AtomicPtr<(OwnerProcess, T)>,
 }
 
@@ -125,16 +130,16 @@ impl<T: Default + Send + Sync + 'static> Default for PerProcess<T> {
 }
 
 impl<T: Default + Send + Sync + 'static> PerProcess<T> {
-    /// Without a value yet.
+    /// Creates it without a value.
     pub const fn new() -> PerProcess<T> {
         PerProcess { current: AtomicPtr::new(std::ptr::null_mut()) }
     }
 
-    /// The value of this process, created by the first call.
+    /// Returns the value of this process. The first call creates it.
     pub fn get(&self) -> &'static T {
         let mut current = self.current.load(Ordering::Acquire);
         loop {
-            // SAFETY: null, or a pointer that the exchange below published; its target is never freed or changed.
+            // SAFETY: null, or a pointer that the exchange below published. Its target is never freed or changed.
             if let Some((owner, value)) = unsafe { current.as_ref::<'static>() }
                 && owner.is_current()
             {
@@ -153,17 +158,18 @@ impl<T: Default + Send + Sync + 'static> PerProcess<T> {
     }
 }
 
-/// A registered descriptor; dropping this unregisters it.
+/// A registered descriptor. Dropping this value unregisters the descriptor.
 #[derive(Debug)]
 pub(super) struct ForkFd {
-    /// Index in the table; `None` when the table was full.
+    /// Index in the table. `None` if the table was full.
     slot: Option<usize>,
-    /// [`GENERATION`] of the process that registered it: in a child the slots are free and may be in use by other descriptors.
+    /// [`GENERATION`] of the process that registered the descriptor. In a child, the slots are free and may be in use
+    /// by other descriptors.
     owner: u64,
 }
 
 impl ForkFd {
-    /// Registers an open descriptor. Best effort: when the table is full, the descriptor stays open in children.
+    /// Registers an open descriptor. If the table is full, the descriptor stays open in children.
     pub(super) fn new(of: &impl AsRawFd) -> ForkFd {
         let fd = of.as_raw_fd();
         let owner = GENERATION.load(Ordering::SeqCst);
@@ -172,7 +178,7 @@ impl ForkFd {
             let at = (first..SLOTS).chain(0..first).find(|at| {
                 TABLE[*at].fd.compare_exchange(FREE, CLAIMED, Ordering::SeqCst, Ordering::Relaxed).is_ok()
             })?;
-            // Before the slot is filled, so that a fork in between finds it.
+            // This comes before the slot is filled, so that a fork in between finds the slot.
             USED_END.fetch_max(at + 1, Ordering::SeqCst);
             TABLE[at].inode.store(inode, Ordering::SeqCst);
             TABLE[at].fd.store(fd + 1, Ordering::SeqCst);
@@ -216,7 +222,8 @@ mod tests {
     #[test]
     fn a_freed_slot_is_used_again() {
         let file = std::fs::File::open("/dev/null").unwrap();
-        // More registrations in all than there are slots, but never many at the same time; other tests of this process register too.
+        // Registers more descriptors in all than there are slots, but never many at the same time, because other tests
+        // of this process register too.
         for _ in 0..SLOTS / 1000 + 1 {
             let fork_fds: Vec<ForkFd> = (0..1000).map(|_| ForkFd::new(&file)).collect();
             assert!(fork_fds.iter().all(|fork_fd| fork_fd.slot.is_some()));

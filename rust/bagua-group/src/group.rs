@@ -1,4 +1,4 @@
-//! A connected group: its lanes, arenas and sub-groups, failing it and leaving it.
+//! A connected group: its lanes, arenas and sub-groups. Also how a group fails and how a rank leaves it.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -24,12 +24,12 @@ use crate::wait::{Deadline, lock};
 
 static RECORDER: PerProcess<FlightRecorder> = PerProcess::new();
 
-/// The flight recorder of this process; that of a forked child starts empty.
+/// Returns the flight recorder of this process. A forked child starts with an empty one.
 pub fn flight_recorder() -> &'static FlightRecorder {
     RECORDER.get()
 }
 
-/// A group of ranks, cheap to clone. Dropping the last clone leaves the group.
+/// A group of ranks. Clones are cheap. Dropping the last clone leaves the group.
 #[derive(Clone)]
 pub struct Group {
     membership: Arc<Membership>,
@@ -42,28 +42,29 @@ struct Membership {
     name: String,
     /// Equal on all members, and different for every group.
     id: u64,
-    /// Distinguishes this incarnation of the world group from others in message headers.
+    /// Number that distinguishes this view of the world group from others in message headers.
     epoch: u32,
-    /// Group ranks on each host, ascending; hosts by their first rank.
+    /// Group ranks on each host, ascending. Hosts are in the order of their first ranks.
     hosts: Vec<Vec<usize>>,
     /// Number of lanes opened.
     channels: AtomicU32,
     /// This rank's arenas, of the world group and all its sub-groups.
     registry: Arc<Registry>,
-    /// By world ranks in the order of the sub-group: how many such sub-groups were built.
+    /// For each list of world ranks, in the order of the sub-group, the number of sub-groups built with it.
     subgroups: Mutex<HashMap<Vec<usize>, u64>>,
-    /// Set by the first call of `leave`.
+    /// True once `leave` was called.
     left: AtomicBool,
     /// The parent group, which must not leave before this one. `None` for the world group.
     parent: Option<Arc<Membership>>,
-    /// Shared by the world group and all its sub-groups.
+    /// The control connections, shared by the world group and all its sub-groups.
     control: Arc<Control>,
-    /// Leaves the group of which this one is the next view; awaited when this one is left.
+    /// The former group of which this one is the next view, while this rank still leaves it. Awaited when this group is
+    /// left.
     former: Mutex<Option<Leaving>>,
 }
 
 impl Group {
-    /// The group of all ranks. `hosts` are the world ranks on each host.
+    /// Creates the group of all ranks. `hosts` are the world ranks on each host.
     pub(super) fn world(control: Control, health: Arc<GroupHealth>, hosts: Vec<Vec<usize>>) -> Result<Group> {
         let plane = &control.plane;
         let world = plane.world()?;
@@ -85,38 +86,38 @@ impl Group {
         Ok(Group { membership: Arc::new(membership) })
     }
 
-    /// This process's rank in the group.
+    /// Returns this process's rank in the group.
     pub fn rank(&self) -> usize {
         self.membership.health.rank()
     }
 
-    /// Number of ranks in the group.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.membership.health.size()
     }
 
-    /// Equal on all members, and different for every group.
+    /// Returns the id of the group. It is equal on all members, and different for every group.
     pub fn id(&self) -> u64 {
         self.membership.id
     }
 
-    /// Name of the group.
+    /// Returns the name of the group.
     pub fn name(&self) -> &str {
         &self.membership.name
     }
 
-    /// World ranks of the members, by group rank.
+    /// Returns the world ranks of the members, by group rank.
     pub fn ranks(&self) -> &[usize] {
         self.membership.health.world_ranks()
     }
 
-    /// Group ranks on each host, in the order of the hosts' first ranks.
+    /// Returns the group ranks on each host, in the order of the hosts' first ranks.
     pub fn hosts(&self) -> Vec<Vec<usize>> {
         self.membership.hosts.clone()
     }
 
-    /// Group ranks on each machine, in the order of the machines' first ranks. As [`Group::hosts`], except that ranks of one machine that
-    /// may not share memory are one machine.
+    /// Returns the group ranks on each machine, in the order of the machines' first ranks. Unlike [`Group::hosts`],
+    /// counts ranks of one machine that may not share memory as one machine.
     pub fn machines(&self) -> Vec<Vec<usize>> {
         let Ok(world) = self.membership.control.plane.world() else { return self.hosts() };
         let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
@@ -128,62 +129,63 @@ impl Group {
         machines
     }
 
-    /// Default deadline of an operation.
+    /// Returns the default time limit of an operation.
     pub fn timeout(&self) -> Duration {
         self.membership.control.plane.config.timeout
     }
 
-    /// The parameters with which the world group was built; rank and size in it are those of the world.
+    /// Returns the parameters with which the world group was built. Rank and size in them are those of the world.
     pub(super) fn config(&self) -> &Config {
         &self.membership.control.plane.config
     }
 
-    /// The failure state of the group.
+    /// Returns the failure state of the group.
     pub fn health(&self) -> &Arc<GroupHealth> {
         &self.membership.health
     }
 
-    /// The counters of the group.
+    /// Returns the counters of the group.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.membership.stats
     }
 
-    /// The address on which this rank listens for the others.
+    /// Returns the address on which this rank listens.
     pub fn listen_host(&self) -> IpAddr {
         self.membership.control.plane.config.listen.ip()
     }
 
-    /// Number of the membership of the world group, which grows with each [`Group::shrink`].
+    /// Returns the number of the world group's view. It grows with each [`Group::shrink`].
     pub fn view(&self) -> u64 {
         self.membership.control.plane.config.view
     }
 
-    /// The control plane of a world group; `None` for a sub-group.
+    /// Returns the control plane of a world group, or `None` for a sub-group.
     pub(super) fn plane(&self) -> Option<&Arc<Plane>> {
         self.membership.parent.is_none().then_some(&self.membership.control.plane)
     }
 
-    /// Number of connected world ranks, this one included.
+    /// Returns the number of connected world ranks, including this one.
     pub fn peers_seen(&self) -> usize {
         self.membership.control.plane.peers_seen()
     }
 
-    /// The number of open control connections, which all groups of this rank share.
+    /// Returns the number of open control connections. All groups of this rank share them.
     pub fn control_connections(&self) -> usize {
         self.membership.control.plane.control_connections()
     }
 
-    /// From when this rank listened, or the view was agreed on, until all ranks of the world were connected.
+    /// Returns the time from the start of listening, or from the agreement on the view, until all ranks of the world
+    /// were connected.
     pub fn joined_in(&self) -> Duration {
         self.membership.control.plane.joined_in.get().copied().unwrap_or_default()
     }
 
-    /// Opens a lane, which has streams and shared memory of its own, so that its operations run concurrently with those of other lanes.
-    /// Collective: all members open lanes in the same order. The streams between two ranks open in the lane's first operation that has a
-    /// message between them.
+    /// Opens a lane. A lane has its own streams and shared memory, so its operations run concurrently with those of
+    /// other lanes. Collective: all members open lanes in the same order. The streams between two ranks open in the
+    /// lane's first operation that has a message between them.
     ///
     /// # Errors
-    /// The group's first cause; an error of this call becomes the first cause.
+    /// The group's first cause. An error of this call becomes the first cause.
     pub fn lane(&self) -> Result<Lane> {
         let Membership { health, stats, epoch, .. } = &*self.membership;
         let conns = self.conns()?;
@@ -193,14 +195,14 @@ impl Group {
         Ok(lane.recorded_by(flight_recorder().lane(self.name(), channel)))
     }
 
-    /// The streams of the group's messages.
+    /// Returns the streams of the group's messages.
     pub fn message_streams(&self) -> MessageStreams {
         let Membership { health, stats, id, control, .. } = &*self.membership;
         let limit = control.plane.config.connect_timeout;
         MessageStreams::new(control, health, stats, *id, limit)
     }
 
-    /// The collectives of the ranks by machine, without one of all. Collective, as [`Group::lane`].
+    /// Builds a hierarchy of the ranks by machine, without a collective of all ranks. Collective, like [`Group::lane`].
     ///
     /// # Errors
     /// The errors of [`Group::lane`].
@@ -209,14 +211,16 @@ impl Group {
         connected.map_err(|error| self.health().fail(error))
     }
 
-    /// Allocates an arena: `bytes` of memory for tensors, populated and zeroed. `label` appears in `/proc/<pid>/maps`. Operations of this
-    /// group and its sub-groups access the peers' tensors directly where those of all ranks of a host lie in arenas. Local: the peers map
-    /// it in the first operation on a tensor in it. It may outlive the group. Private memory where no other rank of this group is on this
-    /// host.
+    /// Allocates an arena: `bytes` of memory for tensors, populated and zeroed. Not collective.
+    ///
+    /// If the tensors of all ranks of a host lie in arenas, operations of this group and its sub-groups access the
+    /// peers' tensors directly. The peers map the arena in the first operation on a tensor in it. An arena may outlive
+    /// its group. If no other rank of this group is on this host, the memory is private. `label` appears in
+    /// `/proc/<pid>/maps`.
     ///
     /// # Errors
-    /// `InvalidArgument` for a size beyond the address space, `System` when memory or descriptors are short, or in a forked child; the
-    /// group's first cause.
+    /// `InvalidArgument` for a size beyond the address space. `System` if memory or descriptors are short, or in a
+    /// forked child. Otherwise the group's first cause.
     pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
         let Membership { health, hosts, control, registry, .. } = &*self.membership;
         control.plane.owner.check()?;
@@ -229,7 +233,7 @@ impl Group {
         SharedArena::new(&label, bytes, registry)
     }
 
-    /// The connections of the next lane.
+    /// Returns the connections of the next lane.
     fn conns(&self) -> Result<LaneConns> {
         let Membership { health, stats, id, control, channels, .. } = &*self.membership;
         control.plane.owner.check()?;
@@ -238,18 +242,19 @@ impl Group {
         Ok(LaneConns { control, health, stats, group: *id, channel: channels.fetch_add(1, Ordering::Relaxed) })
     }
 
-    /// The builder of a lane.
+    /// Returns the builder of a lane.
     fn builder<'a>(&'a self, conns: &'a LaneConns) -> LaneBuilder<'a> {
         let Membership { hosts, control, registry, .. } = &*self.membership;
         let deadline = Deadline::after(control.plane.config.connect_timeout);
         LaneBuilder { conns, what: "channel", hosts, deadline, registry }
     }
 
-    /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. `None` when this rank is not among
-    /// them. Only the members need to call it, in the same order for the same ranks.
+    /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. Returns `None` if
+    /// this rank is not a member. Only members need to call it, in the same order for the same ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` for an empty list, a duplicate rank or a rank outside this group, otherwise the first cause of this group.
+    /// `InvalidArgument` for an empty list, a duplicate rank or a rank outside this group. Otherwise the first cause of
+    /// this group.
     pub fn subgroup(&self, ranks: &[usize], name: &str) -> Result<Option<Group>> {
         let parent = &self.membership;
         parent.control.plane.owner.check()?;
@@ -308,13 +313,13 @@ impl Group {
         Ok(Some(Group { membership: Arc::new(membership) }))
     }
 
-    /// Poisons the group on every rank: the others get `PeerRaised` with this class name and text.
+    /// Poisons the group on every rank: the other ranks get `PeerRaised` with this class name and text.
     pub fn raise(&self, kind: &str, message: &str) {
         let health = &self.membership.health;
         if self.membership.control.plane.owner.is_current() {
             let own = health.rank();
             let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
-            // The first cause remains the cause.
+            // If the group has failed already, its first cause stays.
             let _ = health.fail(Error::PeerRaised { rank, host, kind: kind.to_owned(), message: message.to_owned() });
         }
     }
@@ -322,20 +327,20 @@ impl Group {
     /// Poisons the group on every rank with `Aborted`.
     pub fn abort(&self, reason: &str) {
         if self.membership.control.plane.owner.is_current() {
-            // As in `raise`.
+            // If the group has failed already, its first cause stays.
             let _ = self.membership.health.fail(Error::Aborted(reason.to_owned()));
         }
     }
 
-    /// Leaves the group and closes every connection of this rank. Waits of this rank end with `Aborted`. Idempotent; leaving the world
-    /// group leaves its sub-groups.
+    /// Leaves the group and closes every connection of this rank. Waits of this rank end with `Aborted`. Further calls
+    /// do nothing. Leaving the world group leaves its sub-groups.
     pub fn leave(&self) {
         self.membership.leave();
     }
 
-    /// Leaves this group for its next view: the control thread announces that and ends while the caller goes on, when the others of the host
-    /// have their view too, and at the latest when `next` is left. Then the skips of `next` open, too. `took`: how long this rank has built
-    /// that.
+    /// Leaves this group for its next view, `next`. Returns at once: the control thread announces the departure and
+    /// ends when the other ranks of the host have their view too, at the latest when `next` is left. Then the remaining
+    /// connections of `next` open. `took` is the time that this rank needed to build `next`.
     pub(super) fn leave_for(&self, next: &Group, took: Duration) {
         let others_open = self.membership.control.plane.others_open(took);
         next.membership.control.connect_skips(others_open);
@@ -353,7 +358,7 @@ impl Membership {
         drop(former);
     }
 
-    /// Begins to leave; the control thread does the rest, that of the world group after this time.
+    /// Begins to leave. The control thread does the rest: at once for a sub-group, after `after` for the world group.
     fn begin_leave(&self, after: Duration) -> Option<Leaving> {
         if self.left.swap(true, Ordering::AcqRel) {
             return None;
@@ -362,7 +367,7 @@ impl Membership {
         let subgroup = self.parent.is_some().then_some(self.id);
         let streams = control.plane.flush(subgroup, || health.check().is_ok());
         let leaving = if let Some(id) = subgroup {
-            // Not reported to the members: leaving is not a failure.
+            // The members get no error from this, because leaving is not a failure.
             health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
             control.plane.leave_subgroup(id);
             None
@@ -380,7 +385,7 @@ impl Drop for Membership {
     }
 }
 
-/// Id of a sub-group, which all members compute without communication.
+/// Returns the id of a sub-group. All members compute it without communication.
 fn subgroup_id(parent: u64, world_ranks: &[usize], nth: u64) -> u64 {
     let ranks: Vec<u8> = world_ranks.iter().flat_map(|rank| (*rank as u64).to_le_bytes()).collect();
     let hash = digest(&[b"bagua sub-group", &parent.to_le_bytes(), &nth.to_le_bytes(), &ranks]);

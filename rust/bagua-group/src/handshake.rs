@@ -23,35 +23,35 @@ use crate::error::{self, Error, Source};
 use crate::platform;
 use crate::transport::tls::TlsFault;
 
-/// Time limit of one step; a peer needs far less.
+/// Time limit of one step. A peer needs far less.
 pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// First bytes of every connection.
 const MAGIC: [u8; 8] = *b"BGhello\n";
 
-/// First bytes of a TLS connection: a handshake record, of which version 3.1 or later.
+/// First bytes of a TLS connection: a handshake record of version 3.1 or later.
 const TLS_HANDSHAKE: [u8; 2] = [22, 3];
 
 /// Length of a hello.
 pub(super) const HELLO_LEN: usize = 8 + 2 + 4 + 4 + 4 + 1 + 8 + 4 + 4 + 8 + 32;
 
-/// The most bytes that are read from a client that is sent away.
+/// Maximum number of bytes that the server reads from a client whose connection it closes.
 const DISMISSED: u64 = 64 << 10;
 
-/// Accepts the previous step.
+/// Answer byte that accepts the previous step.
 const ACCEPTED: u8 = 0;
 
-/// Refuses the connection; the code of a [`Refusal`] follows.
+/// Answer byte that refuses the connection. The code of a [`Refusal`] follows.
 const REFUSED: u8 = 1;
 
-/// Random bytes from the system.
+/// Returns random bytes from the operating system.
 pub(super) fn random<const N: usize>() -> error::Result<[u8; N]> {
     let mut bytes = [0; N];
     platform::random(&mut bytes).map_err(|e| Error::system("random bytes of the system", e))?;
     Ok(bytes)
 }
 
-/// SHA-256 of some bytes.
+/// Returns the SHA-256 digest of some bytes.
 pub(super) fn digest(parts: &[&[u8]]) -> [u8; 32] {
     let mut hash = Sha256::new();
     parts.iter().for_each(|part| hash.update(part));
@@ -63,32 +63,32 @@ pub(super) fn digest(parts: &[&[u8]]) -> [u8; 32] {
 pub(super) struct Key([u8; 32]);
 
 impl Key {
-    /// The key for a purpose.
+    /// Derives the key for a purpose.
     pub(super) fn new(secret: &[u8], purpose: &[u8]) -> Key {
         Key(hmac(secret, &[purpose]).finalize().into_bytes().into())
     }
 
-    /// The key of the TLS connections of a job with this secret.
+    /// Derives the key of the TLS connections of a job with this secret.
     pub(super) fn of_tls(secret: &[u8]) -> Key {
         Key::new(secret, b"tls ed25519")
     }
 
-    /// The bytes of the key, from which another one is made.
+    /// Returns the bytes of the key, to derive another key from them.
     pub(super) fn into_seed(self) -> [u8; 32] {
         self.0
     }
 
-    /// A number derived from the key, which does not reveal it.
+    /// Returns a number derived from the key. The number does not reveal the key.
     pub(super) fn number(&self, label: &[u8]) -> u64 {
         u64::from_le_bytes(*self.derived(&[label]).first_chunk().expect("32 bytes have a first 8"))
     }
 
-    /// Bytes derived from the key, which do not reveal it.
+    /// Returns bytes derived from the key. They do not reveal the key.
     pub(super) fn derived(&self, label: &[&[u8]]) -> [u8; 32] {
         hmac(&self.0, label).finalize().into_bytes().into()
     }
 
-    /// The proof of one side of a handshake.
+    /// Computes the proof of one side of a handshake.
     fn proof(&self, side: &[u8], hello: &[u8; HELLO_LEN], nonce: &[u8; 32]) -> Hmac<Sha256> {
         hmac(&self.0, &[side, hello, nonce])
     }
@@ -114,9 +114,9 @@ pub(super) enum Purpose {
     Join = 5,
     /// Requests to the server of a store, or of a rendezvous.
     Store = 6,
-    /// Messages of one direction.
+    /// Messages in one direction.
     Messages = 7,
-    /// Asks whether the rank runs; needs no proof.
+    /// Asks if the rank runs. Needs no proof.
     Probe = 8,
 }
 
@@ -133,7 +133,7 @@ pub(super) struct Hello {
     pub(super) group: u64,
     /// Number of the lane or of the arena in the group.
     pub(super) channel: u32,
-    /// Distinguishes the connections of one purpose and channel.
+    /// Distinguishes connections with the same purpose and channel.
     pub(super) index: u32,
     /// Incarnation of the job: the first bytes of the digest of all addresses.
     pub(super) job: [u8; 8],
@@ -177,7 +177,7 @@ impl Hello {
     }
 }
 
-/// Why a connection was refused.
+/// Reason why a connection was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// The client does not follow the protocol, or was too slow. It gets no answer.
@@ -198,7 +198,7 @@ pub(super) enum Refusal {
 }
 
 impl Refusal {
-    /// All refusals; the index of one is its code.
+    /// All refusals. The index of a refusal is its code.
     const ALL: [Refusal; 11] = [
         Refusal::Protocol,
         Refusal::Version(VERSION),
@@ -213,7 +213,7 @@ impl Refusal {
         Refusal::NoTls,
     ];
 
-    /// The number of a refusal in the answer to the client.
+    /// Returns the code of a refusal in the answer to the client.
     fn code(self) -> u8 {
         match self {
             Refusal::Protocol => 0,
@@ -251,17 +251,17 @@ impl std::fmt::Display for Refusal {
     }
 }
 
-/// Why a client's attempt to connect failed.
+/// Reason why a client's attempt to connect failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failed {
-    /// The connection broke; another attempt may succeed.
+    /// The connection broke. Another attempt may succeed.
     Broken {
         /// Text that says what happened.
         how: String,
         /// The operating system's error.
         source: Source,
     },
-    /// The server refused; it would refuse every further attempt.
+    /// The server refused the connection. It would refuse every further attempt.
     Refused(Refusal),
     /// TLS failed: the peer has another secret, no TLS, or a certificate that is not accepted. Every further attempt
     /// would fail as well.
@@ -269,7 +269,8 @@ pub(super) enum Failed {
 }
 
 impl Failed {
-    /// True when the server was reached and ended the connection, as one does that has too many: another attempt may succeed.
+    /// True if the server was reached and ended the connection, as a server does that has too many connections. Another
+    /// attempt may succeed.
     pub(super) fn ended_by_server(&self) -> bool {
         use std::io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
         let Failed::Broken { source, .. } = self else { return false };
@@ -277,7 +278,7 @@ impl Failed {
         matches!(kind, Some(BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof))
     }
 
-    /// The operating system's error, if there was one.
+    /// Returns the operating system's error, if there was one.
     pub(super) fn source(&self) -> Source {
         match self {
             Failed::Broken { source, .. } => source.clone(),
@@ -285,13 +286,13 @@ impl Failed {
         }
     }
 
-    /// True when nothing listens at the server's address.
+    /// True if nothing listens at the server's address.
     pub(super) fn no_listener(&self) -> bool {
         let Failed::Broken { source, .. } = self else { return false };
         source.get().is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
     }
 
-    /// A broken connection without an error of the operating system.
+    /// Creates the failure for a broken connection without an error of the operating system.
     pub(super) fn broken(how: impl Into<String>) -> Failed {
         Failed::Broken { how: how.into(), source: Source::default() }
     }
@@ -361,13 +362,14 @@ pub(super) async fn accept(stream: &mut (impl AsyncWrite + Unpin)) -> std::io::R
     stream.write_all(&[ACCEPTED]).await
 }
 
-/// True when a connection without TLS begins so.
+/// True if a connection without TLS can begin with these bytes.
 pub(super) fn is_hello(received: &[u8]) -> bool {
     received.starts_with(&MAGIC)
 }
 
-/// Server: closes a connection so that the client can read why. Closing it while bytes of the client are unread would reset it, and what
-/// the client has not read yet may be lost. Best effort, within [`STEP_TIMEOUT`].
+/// Server: closes a connection so that the client can read the reason. If the server closed it while bytes of the
+/// client are unread, TCP would reset the connection, and the client could lose the reason. Best effort, within
+/// [`STEP_TIMEOUT`].
 pub(super) async fn dismiss(stream: &mut (impl AsyncRead + AsyncWrite + Unpin)) {
     let _ = tokio::time::timeout(STEP_TIMEOUT, async {
         stream.shutdown().await?;
@@ -394,13 +396,14 @@ pub(super) async fn refuse(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), w
     }
 }
 
-/// Client: asks whether a server runs, and returns when it has answered. The caller limits the time.
+/// Client: asks if a server runs. Returns when the server has answered. The caller limits the time.
 pub(super) async fn probe(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), hello: &Hello) -> Result<(), Failed> {
     stream.write_all(&hello.encode(&[0; 32])).await?;
     read_answer(stream).await
 }
 
-/// Client: all steps. The caller limits the time, because the server may have to wait until it knows all addresses and thus the key.
+/// Client: runs all steps. The caller limits the time, because the server may have to wait until it knows all addresses
+/// and thus the key.
 pub(super) async fn connect(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     hello: &Hello,

@@ -6,21 +6,21 @@ use std::os::unix::net::UnixListener;
 
 use super::fork::ForkFd;
 
-/// Connections that may wait to be accepted.
+/// Maximum number of connections that wait to be accepted.
 pub(super) const BACKLOG: i32 = 4096;
 
-/// Listens at an address, with a backlog above the 128 connections of the standard library: all ranks connect at the same time,
-/// and a connection that finds the backlog full is retried after a second at the earliest. The system's limit
-/// (`net.core.somaxconn`) still applies.
+/// Listens at an address with a backlog above the 128 connections of the standard library. All ranks connect at the
+/// same time, and a connection that finds the backlog full is retried after a second at the earliest. The system's
+/// limit (`net.core.somaxconn`) still applies.
 pub(super) fn listen(at: impl ToSocketAddrs) -> io::Result<TcpListener> {
     let listener = TcpListener::bind(at)?;
-    // A second `listen` changes only the backlog.
+    // A second `listen` only changes the backlog.
     rustix::net::listen(&listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
 }
 
-/// The listening sockets of a server, closed in forked children. They do not block.
+/// The non-blocking listening sockets of a server, closed in forked children.
 pub(super) struct Listener {
     pub(super) fork_fds: Vec<ForkFd>,
     pub(super) tcp: TcpListener,

@@ -1,6 +1,8 @@
-//! The streams of a group's messages: one for each direction between two ranks, opened by the sender with its first message.
+//! The streams of a group's messages: one for each direction between two ranks. The sender opens it with its first
+//! message.
 //!
-//! Unlike the streams of a lane they are not opened by both ends: a rank need not know that another one will send to it.
+//! Streams of a lane are opened by both ends. Streams of messages cannot be, because a rank need not know that another
+//! rank will send to it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -23,11 +25,11 @@ pub struct MessageStreams {
     stats: Arc<Stats>,
     /// Id of the group.
     group: u64,
-    /// How long to try to connect.
+    /// Time limit for connecting.
     limit: Duration,
 }
 
-/// The stream over a connection, and a second descriptor of it to wait on.
+/// Creates the stream over a connection, and a second descriptor of the connection to wait on.
 fn stream(conn: DataConn, group: u64, plane: &Plane, stats: &Arc<Stats>) -> Result<(DataStream, OwnedFd)> {
     let Some(tcp) = conn.socket.tcp() else {
         return Err(Error::other("a stream of messages that is not a TCP connection"));
@@ -49,11 +51,13 @@ impl MessageStreams {
         MessageStreams { control, health, stats, group, limit }
     }
 
-    /// Starts to connect to a group rank. `done` is called on the control thread, with the reason of a refusal, or of having given up, or
-    /// `System` when the process may not have more descriptors; not called when the group is left first.
+    /// Starts to connect to a group rank.
+    ///
+    /// The control thread calls `done` with the stream, with the reason why the peer refused or this rank gave up, or
+    /// with `System` if the process may not open more descriptors. If the group is left first, `done` is not called.
     pub fn dial(&self, peer: usize, done: impl FnOnce(Result<(DataStream, OwnedFd)>) + Send + 'static) {
         let rank = self.health.world_rank(peer);
-        // Two for this stream, and as many for the one in the other direction.
+        // Two descriptors for this stream, and two for the stream in the other direction.
         let plane = Arc::clone(&self.control.plane);
         let need = move || 4usize.saturating_sub(plane.arrived(&[]));
         let what = format!("rank {}, which opens a stream of messages,", self.health.world_rank(self.health.rank()));
@@ -73,7 +77,7 @@ impl MessageStreams {
         });
     }
 
-    /// The streams that peers have opened since the last call, with their group ranks.
+    /// Returns the streams that peers have opened since the last call, with their group ranks.
     pub fn arrived(&self) -> Vec<(usize, Result<(DataStream, OwnedFd)>)> {
         let plane = &self.control.plane;
         let found = plane.pending.take_messages(self.group);

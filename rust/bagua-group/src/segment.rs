@@ -1,7 +1,8 @@
-//! Memory that the ranks of a host share, and passing descriptors of it over Unix connections, which are closed afterwards.
+//! Memory that the ranks of a host share. Also how descriptors of it are passed over Unix connections, which are closed
+//! afterwards.
 //!
-//! The rank with the lowest world rank creates the segment of a lane and passes it to the others. Arenas are made by each rank for itself:
-//! the same rank collects the descriptors of all and passes them on.
+//! The rank with the lowest world rank creates the segment of a lane and passes its descriptor to the other ranks. Each
+//! rank makes its own arenas. The same lowest rank collects their descriptors from all ranks and passes them on.
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -35,11 +36,11 @@ const DESCRIPTOR: u8 = b'M';
 /// The byte that ends a list of descriptors.
 const END: u8 = b'E';
 
-/// Descriptors of one rank's arenas; `None` for one that this process had no room for.
+/// Descriptors of one rank's arenas. `None` for a descriptor that this process had no room for.
 type Received = Vec<Option<OwnedFd>>;
 
 impl LaneBuilder<'_> {
-    /// The segment of the lane: `len` bytes that the ranks of this host share.
+    /// Returns the segment of the lane: `len` bytes that the ranks of this host share.
     pub(super) fn segment(&self, host: &[usize], len: usize) -> Result<Arena> {
         let (rank, first) = (self.conns.health.rank(), self.first(host));
         if first != rank {
@@ -54,20 +55,20 @@ impl LaneBuilder<'_> {
         Ok(arena)
     }
 
-    /// The same collective, which maps the arenas of its ranks.
+    /// Makes the collective able to map the arenas of its ranks.
     pub(super) fn knowing_arenas(&self, shm: Shm) -> Shm {
         let between =
             BetweenRanks { conns: self.conns.clone(), hosts: self.hosts.to_vec(), registry: Arc::clone(self.registry) };
         shm.knowing(Arc::clone(self.registry), Box::new(between))
     }
 
-    /// The one of these ranks with the lowest world rank, which the others can connect to.
+    /// Returns the rank with the lowest world rank. The other ranks can connect to it.
     fn first(&self, host: &[usize]) -> usize {
         let health = &self.conns.health;
         host.iter().copied().min_by_key(|member| health.world_rank(*member)).unwrap_or(health.rank())
     }
 
-    /// A connection with a rank of this host.
+    /// Opens a connection with a rank of this host.
     fn passing(&self, peer: usize, index: u32) -> Result<Passing<'_>> {
         let DataConn { fork_fd, socket } = self.connected(peer, Purpose::Segment, index)?;
         let Socket::Unix(stream) = socket else {
@@ -103,7 +104,7 @@ impl PassDescriptors for BetweenRanks {
     }
 }
 
-/// See [`PassDescriptors::pass`]: the first rank collects, and passes on.
+/// See [`PassDescriptors::pass`]. The first rank collects the descriptors and passes them on.
 fn pass(builder: &LaneBuilder<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Received>> {
     let (host, local) = builder.host()?;
     let first = builder.first(host);
@@ -134,23 +135,23 @@ fn pass(builder: &LaneBuilder<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Receive
 
 /// A connection over which descriptors are passed.
 struct Passing<'a> {
-    /// Unregistered before the connection is closed.
+    /// Registration that ends before the connection is closed.
     _fork_fd: ForkFd,
     stream: UnixStream,
     /// Group rank at the other end.
     peer: usize,
-    /// Knows why a wait must end.
+    /// Tells why a wait must end.
     builder: &'a LaneBuilder<'a>,
 }
 
 impl Passing<'_> {
-    /// Sends a list.
+    /// Sends a list of descriptors.
     fn send<'fd>(&self, descriptors: impl IntoIterator<Item = BorrowedFd<'fd>>) -> Result<()> {
         descriptors.into_iter().try_for_each(|descriptor| self.send_one(DESCRIPTOR, &[descriptor]))?;
         self.send_one(END, &[])
     }
 
-    /// Passes a list on, in which the receiver finds the same gaps.
+    /// Passes a list on. The receiver finds `None` at the same places.
     fn send_received(&self, descriptors: &Received) -> Result<()> {
         for descriptor in descriptors {
             self.send_one(DESCRIPTOR, descriptor.as_ref().map(AsFd::as_fd).as_slice())?;
@@ -170,7 +171,7 @@ impl Passing<'_> {
         .map(drop)
     }
 
-    /// Receives a list.
+    /// Receives a list of descriptors.
     fn receive(&self) -> Result<Received> {
         let mut received = Received::new();
         loop {
@@ -200,7 +201,7 @@ impl Passing<'_> {
         }
     }
 
-    /// Repeats a call that gave up after a slice, until the group has failed or the deadline has passed.
+    /// Repeats a call that waits for a short slice of time, until it succeeds, the group fails or the deadline passes.
     fn patiently<T>(&self, what: &str, mut call: impl FnMut() -> rustix::io::Result<T>) -> Result<T> {
         loop {
             match call().map_err(std::io::Error::from) {
@@ -216,7 +217,7 @@ impl Passing<'_> {
         }
     }
 
-    /// The error when the peer has closed the connection.
+    /// Returns the error for a connection that the peer has closed.
     fn closed(&self, source: &Source) -> Error {
         let how = "it closed the connection for shared memory";
         self.builder.conns.health.attribute_broken_stream(self.peer, how, source)

@@ -30,7 +30,7 @@ pub(super) trait Service: Send + Sync + 'static {
     /// The identity of an authenticated client.
     type Client: Send;
 
-    /// The ends of its TLS connections; `None` without TLS.
+    /// Returns the ends of the server's TLS connections, or `None` without TLS.
     fn tls(&self) -> Option<&Ends>;
 
     /// Checks a client's hello, and by [`handshake::authenticate`] that the client knows the secret.
@@ -72,7 +72,7 @@ pub(super) async fn serve<S: Service, T>(
     }
 }
 
-/// Accepts a connection when there is a place for it.
+/// Accepts a connection once there is a place for it.
 async fn next(
     admission: &Arc<Admission>,
     tcp: Option<&TcpListener>,
@@ -92,8 +92,8 @@ async fn next(
         };
         match arrived {
             Ok((conn, from)) => return (conn, admission.enter(from)),
-            // The client has closed the connection already, or the process has no free descriptor: retry. Meanwhile the client waits, and
-            // connects again when it has waited for too long.
+            // The client has closed the connection already, or the process has no free descriptor. Retry: meanwhile the
+            // client waits, and it connects again after a timeout.
             Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
         }
     }
@@ -106,7 +106,7 @@ async fn serve_one<S: Service>(service: Arc<S>, conn: ControlConn, candidate: Ca
         Some(Err((refused, conn))) => {
             service.refused(&refused);
             if let Some(mut conn) = conn {
-                // Its place in the table may go to another connection meanwhile.
+                // Another connection may take the place of this one meanwhile.
                 candidate.prove(handshake::refuse(&mut conn.socket, refused.why)).await;
             }
             return;
@@ -119,7 +119,8 @@ async fn serve_one<S: Service>(service: Arc<S>, conn: ControlConn, candidate: Ca
     }
 }
 
-/// The client of a connection that belongs to the job; otherwise why not, with the connection if its client still has to get that answer.
+/// Authenticates a client. Returns the client, or the reason why its connection does not belong to the job, with the
+/// connection if the client must still get that answer.
 async fn authenticate<S: Service>(
     service: &S,
     conn: ControlConn,
@@ -136,16 +137,16 @@ async fn authenticate<S: Service>(
     }
 }
 
-/// A server with a thread of its own, which ends when this is dropped.
+/// A server with its own thread. Dropping this value ends the thread.
 pub(super) struct Server {
     owner: OwnerProcess,
     stop: mpsc::UnboundedSender<()>,
-    /// `None` only while it is dropped.
+    /// `None` only while this value is dropped.
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Server {
-    /// Starts it; `places`: the most unauthenticated connections at a time.
+    /// Starts a server. `places` is the maximum number of unauthenticated connections at a time.
     pub(super) fn start(name: &str, service: Arc<impl Service>, listener: Listener, places: usize) -> Result<Server> {
         let failed = |e| Error::system(&format!("starting the thread {name}"), e);
         let owner = OwnerProcess::install()?;
@@ -154,7 +155,7 @@ impl Server {
         let body = move || {
             let admission = Admission::new(places);
             drop(runtime.block_on(serve(&service, listener, &admission, stopped.recv())));
-            // Closes the connections whose tasks were ended.
+            // Closes the connections whose tasks have ended.
             drop(runtime);
         };
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body).map_err(failed)?;
@@ -166,7 +167,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         let thread = self.thread.take();
         if !self.owner.is_current() {
-            // The thread is the parent's.
+            // In a forked child, the thread belongs to the parent and cannot be joined.
             std::mem::forget(thread);
             return;
         }

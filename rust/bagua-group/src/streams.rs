@@ -1,9 +1,10 @@
-//! The streams of a lane, which open on demand, and what every stream of data is wrapped in.
+//! The streams of a lane, which open on demand, and the wrapper of every data stream.
 //!
-//! Two ranks have a few streams in a lane, the smaller of the numbers in their addresses. The first opens in the first operation that has
-//! messages between the two, the others in the first that has one which is divided between streams: the rank with the higher world rank
-//! dials, the other one accepts. A dial ends at the control thread of the other rank, which keeps the connection until its lane asks for it,
-//! so that no dial waits for the other rank's operation.
+//! Two ranks have a few streams in a lane: the smaller of the numbers in their addresses. The first stream opens in the
+//! first operation that has a message between the two ranks. The other streams open in the first operation that divides
+//! a message between streams. The rank with the higher world rank dials, and the other rank accepts. The control thread
+//! of the accepting rank keeps the connection until its lane asks for it, so that a dial never waits for the other
+//! rank's operation.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -25,7 +26,7 @@ use crate::transport::{Batch, Broken, OpContext, OpenStreams, Opened, Readiness,
 /// Bit position of a stream's number in its `index`.
 const NUMBER_SHIFT: u32 = 8;
 
-/// A stream of a lane or of messages: closed in forked children, and counted.
+/// A stream of a lane or of messages. Closed in forked children. Its bytes are counted.
 pub struct DataStream {
     /// Registrations of all descriptors of the stream. They end before the descriptors are closed.
     _fork_fds: Vec<ForkFd>,
@@ -95,14 +96,15 @@ pub(super) struct LaneConns {
 
 /// A connection that was begun.
 pub(super) enum Awaited {
-    /// This rank dials: the outcome. Disconnected when the time is over, or this rank has left.
+    /// This rank dials. The channel gets the outcome. It is disconnected if the time is over or this rank has left.
     Dialled(Receiver<std::result::Result<DataConn, String>>),
-    /// The peer dials.
+    /// The peer dials, and this rank waits for the connection with this key.
     Accepted(ConnKey),
 }
 
 impl LaneConns {
-    /// The connection that another rank of the group opens; `None` where this one does: the rank with the higher world rank dials.
+    /// Returns the key of the connection if the peer opens it, or `None` if this rank does. The rank with the higher
+    /// world rank dials.
     fn accepted_key(&self, peer: usize, purpose: Purpose, index: u32) -> Option<ConnKey> {
         let LaneConns { health, group, channel, .. } = self;
         let (own, from) = (health.world_rank(health.rank()), health.world_rank(peer));
@@ -119,10 +121,11 @@ impl LaneConns {
         Awaited::Dialled(control.dial_lane(dial, limit))
     }
 
-    /// Waits for a connection for at most `longest`. `None` when it is not there then; [`GroupHealth`] may know why.
+    /// Waits for a connection for at most `longest`. Returns `None` if it has not arrived by then. [`GroupHealth`] may
+    /// know why.
     ///
     /// # Errors
-    /// `System` when the peer refused it.
+    /// `System` if the peer refused the connection.
     pub(super) fn wait(&self, peer: usize, awaited: &Awaited, longest: Duration) -> Result<Option<DataConn>> {
         let outcome = match awaited {
             Awaited::Accepted(key) => return Ok(self.control.plane.pending.take(key, longest)),
@@ -155,7 +158,7 @@ impl StreamOpener {
         StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new() }
     }
 
-    /// The numbers of the streams of these batches, each of a peer.
+    /// Returns the numbers of the streams of these batches. Each batch belongs to one peer.
     fn numbers(&self, batches: &[(usize, Batch)]) -> Result<Vec<(usize, Range<u32>)>> {
         let LaneConns { control, health, .. } = &self.conns;
         let addresses = &control.plane.world()?.addresses;
@@ -169,7 +172,7 @@ impl StreamOpener {
         Ok(batches.iter().map(numbers).collect())
     }
 
-    /// `index` of a stream.
+    /// Returns the `index` of a stream.
     fn index(&self, number: u32) -> u32 {
         self.index | number << NUMBER_SHIFT
     }
@@ -185,7 +188,7 @@ impl OpenStreams for StreamOpener {
         let keys: Vec<ConnKey> = keys.collect();
         let all: usize = streams.iter().map(|(_, numbers)| numbers.len()).sum();
         let rank = health.world_rank(health.rank());
-        // Those that have arrived are open already.
+        // Streams that have arrived are already open, so they need no more descriptors.
         let need = || all.saturating_sub(control.plane.arrived(&keys));
         descriptors::provide(need, format_args!("rank {rank}, which opens {all} streams of channel {channel},"))?;
         for (peer, numbers) in streams {

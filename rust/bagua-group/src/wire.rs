@@ -1,8 +1,11 @@
-//! The encoding of all messages of the control plane, of the rendezvous, the store and joining: structs and enums, by serde and
-//! postcard, in bounded frames. [`Encoding`] is the trait of a message.
+//! The encoding of all messages of the control plane, the rendezvous, the store and joining.
 //!
-//! Received bytes are untrusted: every length is checked against the bytes that are there, and no input causes a panic. The handshake,
-//! which ends of different versions must understand, has a fixed layout: [`Writer`] and [`Reader`].
+//! Messages are structs and enums that serde and postcard encode into bounded frames. Each message implements
+//! [`Encoding`].
+//!
+//! Received bytes are untrusted: every length is checked against the bytes that are there, and no input causes a panic.
+//! The handshake has a fixed layout, written by [`Writer`] and read by [`Reader`], because ends with different versions
+//! must understand it.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -19,20 +22,20 @@ use crate::error::{DeviceFailure, Error, Progress, Source};
 /// Version of the protocol of addresses, handshakes, control messages and rendezvous.
 pub const VERSION: u16 = 15;
 
-/// The longest frame on a control connection.
+/// Maximum length of a frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
 
-/// The longest text in any message; four of them, as an error has, fit into a frame.
+/// Maximum length of a text in a message. An error has up to four texts, which fit into a frame.
 pub(super) const TEXT_LIMIT: usize = 12 * 1024;
 
-/// The most ranks that an encoded error names.
+/// Maximum number of ranks that an encoded error names.
 pub(super) const RANKS_LIMIT: usize = 2048;
 
-/// The most ranks whose addresses are exchanged in one list.
+/// Maximum number of ranks whose addresses are exchanged in one list.
 pub(super) const WORLD_LIMIT: usize = 1 << 20;
 
-/// The highest number of a view that is taken from another rank. Each failure adds one: no job gets there, and a number near the end of
-/// its type would overflow.
+/// Highest number of a view that is accepted from another rank. Each failure adds one, so no job gets there. A number
+/// near the end of its type would overflow.
 pub(super) const VIEWS_LIMIT: u64 = 1 << 48;
 
 /// Bytes that cannot be parsed. The text says why.
@@ -45,7 +48,7 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// Appends values, little-endian.
+/// Appends values in little-endian order.
 #[derive(Debug, Default)]
 pub(super) struct Writer(pub(super) Vec<u8>);
 
@@ -67,12 +70,12 @@ impl Writer {
         self.fixed(&value.to_le_bytes())
     }
 
-    /// A rank or a count of ranks.
+    /// Appends a rank or a count of ranks.
     pub(super) fn rank(&mut self, value: usize) -> &mut Writer {
         self.u32(u32::try_from(value).unwrap_or(u32::MAX))
     }
 
-    /// Bytes without their length, which the reader knows.
+    /// Appends bytes without their length, which the reader knows.
     pub(super) fn fixed(&mut self, bytes: &[u8]) -> &mut Writer {
         self.0.extend_from_slice(bytes);
         self
@@ -111,31 +114,31 @@ impl Reader<'_> {
     }
 }
 
-/// A message: a type that serde encodes, and the limits that its type does not express.
+/// A message: a type that serde encodes, with the limits that the type cannot express.
 ///
-/// postcard writes numbers and lengths with as many bytes as they need, and no names of fields: both ends must have the same [`VERSION`].
-/// A number may be read from more bytes than it needs, so two bodies may be the same message. Nothing compares or authenticates bodies as
-/// bytes, so this does no harm.
+/// postcard writes numbers and lengths with as many bytes as they need, and no names of fields, so both ends must have
+/// the same [`VERSION`]. A number may be read from more bytes than it needs, so two bodies may be the same message.
+/// This does no harm, because nothing compares or authenticates bodies as bytes.
 ///
-/// An element of a list may be 1 byte of a body and 24 of memory: each list of anything but bytes is an [`AtMost`], [`Ranks`],
-/// [`BytesOf`] or [`Texts`].
+/// An element of a list may be 1 byte in a body and 24 bytes in memory. Therefore each list of anything but bytes must
+/// be an [`AtMost`], [`Ranks`], [`BytesOf`] or [`Texts`].
 pub(super) trait Encoding: Serialize + DeserializeOwned {
     /// Checks the limits of a decoded message.
     fn check(&self) -> Result<(), Malformed> {
         Ok(())
     }
 
-    /// The body of a frame.
+    /// Returns the body of a frame.
     fn encode(&self) -> Vec<u8> {
         postcard::to_allocvec(self).expect("every list has a length")
     }
 
-    /// The message as a frame, which starts with its length.
+    /// Returns the message as a frame, which starts with the length of its body.
     fn frame(&self) -> Vec<u8> {
         framed(&self.encode())
     }
 
-    /// The message that the body of a frame encodes.
+    /// Parses the body of a frame.
     fn parse(body: &[u8]) -> Result<Self, Malformed> {
         let (message, rest) = postcard::take_from_bytes::<Self>(body).map_err(|why| match why {
             postcard::Error::DeserializeUnexpectedEnd => Malformed("it is truncated"),
@@ -144,7 +147,7 @@ pub(super) trait Encoding: Serialize + DeserializeOwned {
                 Malformed("a flag is neither 0 nor 1")
             }
             postcard::Error::DeserializeBadVarint => Malformed("a number is out of range"),
-            // What the modules below refuse, and a kind that an enum does not have.
+            // A value that the modules below refuse, or an enum variant that does not exist.
             _ => Malformed("it has an unknown kind, or a value beyond its limit"),
         })?;
         if !rest.is_empty() {
@@ -155,7 +158,7 @@ pub(super) trait Encoding: Serialize + DeserializeOwned {
     }
 }
 
-/// A body after its length.
+/// Returns a frame: the length of a body, then the body.
 pub(super) fn framed(body: &[u8]) -> Vec<u8> {
     let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
     [&len.to_le_bytes()[..], body].concat()
@@ -166,7 +169,8 @@ pub(super) fn check_view(view: u64) -> Result<(), Malformed> {
     if view > VIEWS_LIMIT { Err(Malformed("the number of a view is out of range")) } else { Ok(()) }
 }
 
-/// A text, truncated to [`TEXT_LIMIT`] where it is written; a longer one is malformed, because it would lose its end when it is sent on.
+/// A text. A longer text than [`TEXT_LIMIT`] is truncated when it is written. When read it is malformed, because it
+/// would lose its end when it is sent on.
 pub(super) mod text {
     use super::*;
 
@@ -185,7 +189,7 @@ pub(super) mod text {
     }
 }
 
-/// A text that many values share in memory, in the encoding of [`text`].
+/// A text that many values share in memory. It has the encoding of [`text`].
 pub(super) mod shared_text {
     use super::*;
 
@@ -198,7 +202,7 @@ pub(super) mod shared_text {
     }
 }
 
-/// A rank or a count of ranks, which another rank cannot choose so high that a sum overflows.
+/// A rank or a count of ranks, with a limit so that another rank cannot make a sum overflow.
 pub(super) mod rank {
     use super::*;
 
@@ -211,8 +215,8 @@ pub(super) mod rank {
     }
 }
 
-/// A list of at most `N` elements, as `#[serde(with = "AtMost::<N>")]`. A longer one, and one that says it has more elements than there are
-/// bytes behind its length, are refused before any memory is taken for them.
+/// A list of at most `N` elements, used as `#[serde(with = "AtMost::<N>")]`. A longer list is refused before memory is
+/// allocated for it. So is a list that claims to have more elements than there are bytes behind its length.
 pub(super) struct AtMost<const N: usize>;
 
 impl<const N: usize> AtMost<N> {
@@ -231,7 +235,7 @@ impl<const N: usize> AtMost<N> {
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Vec<T>, A::Error> {
-                // postcard has no hint where the length is beyond the bytes that are left.
+                // postcard gives no size hint if the length exceeds the remaining bytes.
                 let len =
                     from.size_hint().filter(|len| *len <= N).ok_or_else(|| A::Error::custom("a list is too long"))?;
                 let mut list = Vec::with_capacity(len);
@@ -246,7 +250,7 @@ impl<const N: usize> AtMost<N> {
     }
 }
 
-/// A list of ranks, truncated to `N` where it is written; see [`AtMost`] and [`rank`].
+/// A list of ranks. When written, it is truncated to `N`. See [`AtMost`] and [`rank`].
 pub(super) struct Ranks<const N: usize>;
 
 #[derive(Serialize, Deserialize)]
@@ -262,7 +266,7 @@ impl<const N: usize> Ranks<N> {
     }
 }
 
-/// A list of texts, truncated to `N` where it is written; see [`AtMost`] and [`text`].
+/// A list of texts. When written, it is truncated to `N`. See [`AtMost`] and [`text`].
 pub(super) struct Texts<const N: usize>;
 
 #[derive(Serialize, Deserialize)]
@@ -278,7 +282,8 @@ impl<const N: usize> Texts<N> {
     }
 }
 
-/// Bytes in one piece, as `#[serde(with = "bytes")]`. serde would write and read a `Vec<u8>` byte by byte, to the same encoding.
+/// Bytes in one piece, used as `#[serde(with = "bytes")]`. Without it, serde would write and read a `Vec<u8>` byte by
+/// byte, to the same encoding.
 pub(super) mod bytes {
     use super::*;
 
@@ -310,14 +315,14 @@ impl<const N: usize> BytesOf<N> {
     }
 }
 
-/// A socket address or none, with the zone of a link-local one, which serde's own encoding loses.
+/// A socket address or none. Keeps the zone of a link-local address, which serde's own encoding loses.
 pub(super) mod socket {
     use super::*;
 
     #[derive(Serialize, Deserialize)]
     struct Parts(IpAddr, u16, u32);
 
-    /// `SocketAddr` and `Option<SocketAddr>`, so that one module encodes both.
+    /// A `SocketAddr` or an `Option<SocketAddr>`, so that one module encodes both.
     pub(in super::super) trait Sockets: Sized {
         fn get(&self) -> Option<SocketAddr>;
         fn new(socket: Option<SocketAddr>) -> Option<Self>;
@@ -357,7 +362,7 @@ pub(super) mod socket {
     }
 }
 
-/// An error, without the operating system's error that caused it, and within limits so that it fits into a frame.
+/// An error, without the operating system's error that caused it. Its parts are truncated so that it fits into a frame.
 pub(super) mod cause {
     use super::*;
 
@@ -409,7 +414,7 @@ pub(super) mod cause {
             #[serde(skip)]
             source: Source,
         },
-        // Both go to peers as `PeerRaised`: see `Plane::register`.
+        // Both are sent to peers as `PeerRaised`, see `Plane::register`.
         #[serde(skip)]
         Device(Box<DeviceFailure>),
         #[serde(skip)]

@@ -1,4 +1,4 @@
-//! Operations that combine inside hosts first, on lanes whose own collective is flat: which they are, and the collectives by host.
+//! Operations that combine inside hosts first, on lanes whose own collective is flat. They use the collectives by host.
 
 use super::{Lanes, Options};
 use crate::codec::{Codec, Exchange};
@@ -9,10 +9,11 @@ use crate::request::{Operands, Verb};
 use crate::types::{DType, ReduceOp, flags};
 
 impl Lanes {
-    /// Connects the collectives by host, unless they are.
+    /// Connects the collectives by host, unless they are connected already.
     ///
     /// # Errors
-    /// `Mismatch` when another rank runs another operation; otherwise as [`Lane::run`](super::Lane::run) and [`Group::lane`](crate::Group::lane).
+    /// `Mismatch` if another rank runs another operation. Otherwise the errors of [`Lane::run`](super::Lane::run) and
+    /// [`Group::lane`](crate::Group::lane).
     fn connect_hosts(&mut self) -> Result<()> {
         if self.hosts.is_some() {
             return Ok(());
@@ -22,7 +23,8 @@ impl Lanes {
                 "this channel belongs to no group and has no channels by host".to_owned(),
             ));
         };
-        // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
+        // With this barrier, a rank that runs another operation causes a mismatch instead of a timeout while
+        // connecting.
         let options = Options { flags: flags::HIERARCHICAL, label: "channels by host", ..Options::DEFAULT };
         let ticket = self.global.queued.take();
         let met = self.global.barrier(&options);
@@ -62,7 +64,7 @@ impl Lanes {
         self.global.codec_on(place, codec, dtype).map(|found| found.is_some())
     }
 
-    /// [`Lanes::run`] with [`flags::HIERARCHICAL`].
+    /// Runs a verb as [`Lanes::run`] does with [`flags::HIERARCHICAL`].
     pub(super) fn run_by_host(
         &mut self,
         mut options: Options<'_>,

@@ -1,8 +1,8 @@
-//! A lane: one strictly ordered sequence of operations of a group, with streams and shared memory of its own. And the
+//! A lane: one strictly ordered sequence of operations of a group, with its own streams and shared memory. Also the
 //! lanes of one engine.
 //!
-//! The one place where arguments are checked, operations are numbered, deadlines are set, calls are counted, and a
-//! failure becomes the group's first cause. What `hierarchical` asks for on a flat lane is in `by_host`.
+//! Only this module checks arguments, numbers operations, sets deadlines, counts calls, and makes a failure the group's
+//! first cause. `by_host` implements `hierarchical` on a flat lane.
 
 mod by_host;
 mod options;
@@ -33,35 +33,35 @@ use crate::types::{DType, Fingerprint, Shape, flags};
 use crate::wait::Deadline;
 pub use options::Options;
 
-/// See the module.
+/// One strictly ordered sequence of operations of a group.
 ///
-/// Invariant: an argument error leaves everything as it was, counters included; any other error has poisoned the
-/// health, so that no operation follows on streams that may be in the middle of a message.
+/// Invariant: an argument error changes nothing, not even a counter. Any other error has poisoned the health, so that
+/// no operation follows on streams that may be in the middle of a message.
 pub struct Lane {
-    /// Does the work.
+    /// The collective that moves the data.
     collective: Box<dyn Collective>,
-    /// The group's failure state: checked before each operation, set by each failure.
+    /// Failure state of the group. Checked before each operation, and set by each failure.
     health: Arc<GroupHealth>,
-    /// The group's counters.
+    /// Counters of the group.
     stats: Arc<Stats>,
-    /// Incarnation of the group, for fingerprints.
+    /// Number of the group's view, for fingerprints.
     epoch: u32,
-    /// Which lane of the group this is, for fingerprints.
+    /// Number of this lane in the group, for fingerprints.
     number: u32,
-    /// Deadline of operations that bring none.
+    /// Time limit of operations that give none.
     timeout: Duration,
-    /// Collective operations begun; equal on all ranks that are in step.
+    /// Number of collective operations begun. Equal on all ranks that are in step.
     seq: u64,
-    /// See [`Fingerprint::step`], of the operations that begin now.
+    /// Step of the operations that begin now, see [`Fingerprint::step`].
     step: u32,
-    /// Records the operations; `None` for a lane without a process of its own, as in tests.
+    /// Recorder of the operations. `None` for a lane without a process of its own, as in tests.
     recorder: Option<LaneRecorder>,
-    /// The record of the next operation, which was queued.
+    /// The record of the next operation, if it was queued.
     queued: Option<Ticket>,
 }
 
 impl Lane {
-    /// A lane over a collective. `number` distinguishes the lanes of one group.
+    /// Creates a lane over a collective. `number` distinguishes the lanes of one group.
     pub fn new(
         collective: Box<dyn Collective>,
         health: Arc<GroupHealth>,
@@ -85,35 +85,35 @@ impl Lane {
         self.recorder.clone()
     }
 
-    /// Rank in the group.
+    /// Returns this process's rank in the group.
     pub fn rank(&self) -> usize {
         self.collective.rank()
     }
 
-    /// Number of ranks in the group.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.collective.size()
     }
 
-    /// Name of the collective.
+    /// Returns the name of the collective.
     pub fn collective(&self) -> &'static str {
         self.collective.name()
     }
 
-    /// The group's counters.
+    /// Returns the group's counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 
-    /// Name of the transport towards each rank.
+    /// Returns the name of the transport to each rank.
     pub fn transports(&self) -> Vec<&'static str> {
         self.collective.transports()
     }
 
-    /// Runs a verb; [`Verb`] says which bytes of `io` it reads and writes.
+    /// Runs a verb. [`Verb`] says which bytes of `io` it reads and writes.
     ///
     /// # Errors
-    /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent; otherwise the
+    /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent. Otherwise the
     /// group's first cause.
     pub fn run<'a>(
         &mut self,
@@ -157,7 +157,7 @@ impl Lane {
         }
         let root = verb.root().map(|root| check_root(root, self.size())).transpose()?;
         let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
-        // Over exchange, the tensor may be on a device on some ranks and on the host on others.
+        // In a verb over exchange, the tensor may be on a device on some ranks and on the host on other ranks.
         let mixed = over_exchange && options.flags & flags::HIERARCHICAL == 0;
         let place = io.device()?;
         let device = if mixed { 0 } else { kind_of(place) };
@@ -167,17 +167,17 @@ impl Lane {
         Ok(Fingerprint { op, root, shape, device, codec, tag, flags, ..Fingerprint::new(verb.kind(), dtype, count) })
     }
 
-    /// Operations belong to this step from now on, see [`Fingerprint::step`].
+    /// Sets the step of the operations that follow, see [`Fingerprint::step`].
     pub fn set_step(&mut self, step: u32) {
         self.step = step;
     }
 
-    /// Returns when every rank has called it.
+    /// Blocks until every rank has called `barrier`.
     ///
     /// # Errors
     /// The errors of [`Lane::run`].
     pub fn barrier(&mut self, options: &Options<'_>) -> Result<()> {
-        // A barrier has no data; headers have to name some type.
+        // A barrier has no data, but headers must name some type.
         self.run(options, DType::U8, Verb::Barrier, Io::none())
     }
 
@@ -204,7 +204,7 @@ impl Lane {
         self.collective.codec_on(place, codec, dtype)
     }
 
-    /// Refuses memory that the collective does not reach, before anything is sent.
+    /// Returns an error for memory that the collective does not reach, before anything is sent.
     fn check_reach(&self, place: DeviceRef<'_>) -> Result<()> {
         match place {
             Some(device) if !self.collective.reaches(place) => Err(Error::UnsupportedType(format!(
@@ -216,8 +216,9 @@ impl Lane {
         }
     }
 
-    /// Runs an operation with a fingerprint of [`Lane::print_of`], `by` another collective of this lane's ranks or its
-    /// own: numbered, timed, counted and recorded, and its failure is the group's first cause.
+    /// Runs an operation with a fingerprint of [`Lane::print_of`]. `by` is another collective of this lane's ranks, or
+    /// `None` for the lane's own. The operation is numbered, timed, counted and recorded. Its failure becomes the
+    /// group's first cause.
     ///
     /// # Errors
     /// The errors of [`Lane::run`].
@@ -229,7 +230,7 @@ impl Lane {
         verb: Verb<'_>,
         Operands { io, extra }: Operands<'_>,
     ) -> Result<()> {
-        // Takes a number, so it comes after all checks.
+        // This takes a number, so it must come after all checks.
         let Lane { epoch, number: lane, step, .. } = *self;
         let fingerprint = Fingerprint { epoch, lane, step, seq: next(&mut self.seq), ..print };
         let payload = io.len();
@@ -245,7 +246,7 @@ impl Lane {
             if error.is_argument() {
                 return error;
             }
-            // The error names this rank's operation also when another rank found the first cause.
+            // The error names this rank's operation even if another rank found the first cause.
             let progress = match &error {
                 Error::PeerLost { progress: Some(progress), .. } | Error::Timeout { progress: Some(progress), .. } => {
                     progress.as_ref().clone()
@@ -262,11 +263,11 @@ impl Lane {
     }
 }
 
-/// The lanes of one engine. The collectives by host are connected by the first operation that needs them.
+/// The lanes of one engine. The first operation that needs the collectives by host connects them.
 pub struct Lanes {
     /// The lane of all ranks.
     pub global: Lane,
-    /// Connects the collectives by host; `None` for a lane that belongs to no [`Group`].
+    /// Connects the collectives by host. `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
     hosts: Option<Hier>,
     /// Devices of the buckets that are communicated on the lanes. [`Lanes::end`] notifies them.
@@ -343,23 +344,24 @@ impl Lanes {
     }
 }
 
-/// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither
-/// may it use them nor may their owners be dropped. The first operation on memory of a device puts the collective of
-/// that device over it.
+/// A collective that works only in the process that built it. A forked child must not use it, because its descriptors
+/// are closed there, and must not drop the owners of those descriptors.
+///
+/// The first operation on memory of a device wraps the collective with that device's.
 pub(super) struct ProcessBound {
-    /// Unregistered before the collective closes the descriptors.
+    /// Registrations that end before the collective closes the descriptors.
     fork_fds: Vec<ForkFd>,
     /// `None` only during drop.
     inner: Option<Box<dyn Collective>>,
     owner: OwnerProcess,
-    /// The factories of devices on which no memory has come yet.
+    /// Factories of devices whose memory no operation has used yet.
     unused: Vec<Arc<dyn CollectiveFactory>>,
-    /// The ranks of each host, for those.
+    /// Ranks of each host, for the factories.
     hosts: Vec<Vec<usize>>,
 }
 
 impl ProcessBound {
-    /// The collective of a lane on these hosts, which has these descriptors, in this process.
+    /// Binds the collective of a lane on these hosts to the process `owner`. `fork_fds` are its descriptors.
     pub(super) fn new(
         inner: Box<dyn Collective>,
         unused: Vec<Arc<dyn CollectiveFactory>>,
@@ -374,7 +376,7 @@ impl ProcessBound {
         self.inner.as_deref().expect("there until drop")
     }
 
-    /// The collective for memory in this place, in the process that built it.
+    /// Returns the collective for memory in this place, or an error in a forked child.
     fn checked(&mut self, place: DeviceRef<'_>) -> Result<&mut dyn Collective> {
         self.owner.check()?;
         if let Some(device) = place {
@@ -435,7 +437,8 @@ impl Collective for ProcessBound {
     }
 }
 
-/// Elements as the fingerprint counts them: of the whole tensor for [`Layout::Equal`], of one shard for the others.
+/// Returns the number of elements as the fingerprint counts them: of the whole tensor for [`Layout::Equal`], and of one
+/// shard otherwise.
 fn count_of(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size: usize) -> Result<usize> {
     if let Some(op) = verb.op() {
         op.check(dtype)?;
@@ -462,7 +465,7 @@ fn count_of(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size: usize)
         }
         Io::Split { src, dst } => (src.len(), dst.len()),
     };
-    // A buffer that is ignored may have any size, so only the used ones are looked at.
+    // A buffer that is ignored may have any size, so only the used buffers are checked.
     let source = |()| dtype.elements_in(src, "the source");
     let destination = |()| dtype.elements_in(dst, "the destination");
     match (layout, uses) {
@@ -506,7 +509,7 @@ fn times(one: usize, all: usize, size: usize, small: &str, large: &str) -> Resul
     Ok(())
 }
 
-/// `root` is a rank of a group of `size`.
+/// Checks that `root` is a rank of a group of `size`.
 fn check_root(root: usize, size: usize) -> Result<u32> {
     match u32::try_from(root) {
         Ok(code) if root < size => Ok(code),
@@ -514,7 +517,7 @@ fn check_root(root: usize, size: usize) -> Result<u32> {
     }
 }
 
-/// The counter, which then counts one more.
+/// Returns the counter's value and increments the counter.
 fn next(counter: &mut u64) -> u64 {
     let now = *counter;
     *counter += 1;

@@ -9,20 +9,20 @@ use crate::types::{Shape, flags};
 pub struct Options<'a> {
     /// Time limit; `None` means the group's default.
     pub timeout: Option<Duration>,
-    /// Bucket or other label for error texts.
+    /// Name of the bucket or another label, for error texts.
     pub label: &'a str,
-    /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
+    /// Shape of the tensor if it matters (all_reduce, reduce, broadcast). `None` means flat.
     pub shape: Option<Shape>,
-    /// A digest of options that ranks must agree on, of 16 bits. A verb over exchange has its own.
+    /// A 16-bit digest of options that ranks must agree on. A verb over exchange has its own.
     pub tag: u32,
-    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same. A verb over exchange has its own.
+    /// Id of the codec of a compressed collective, or 0. Equal on all ranks. A verb over exchange has its own.
     pub codec: u8,
     /// See [`Fingerprint::flags`](crate::types::Fingerprint::flags).
     pub flags: u16,
 }
 
 impl Options<'_> {
-    /// The group's deadline, no label, no tag, no codec.
+    /// The options without a time limit of their own, label, tag, codec or flags.
     pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
 }
 

@@ -258,7 +258,8 @@ fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let listened = Arc::new(Mutex::new(Vec::new()));
     let reported = listened.clone();
     let _reports = health.subscribe_local(move |error| reported.lock().unwrap().push(error.clone()));
-    // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
+    // The cause arrives while the operation runs, after the lane checked the health. Therefore the test calls `perform`
+    // and not `barrier`.
     health.fail_from_peer(first.clone());
     let print = Fingerprint::new(Kind::Barrier, DType::U8, 0);
     let error = lane.perform(None, &Options::default(), print, Verb::Barrier, Io::none().into()).unwrap_err();

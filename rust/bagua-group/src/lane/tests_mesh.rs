@@ -38,7 +38,7 @@ fn a_different_order_is_reported_on_both_sides_with_what_each_was_doing() {
             lane.run(O, DType::F32, Verb::AllGather, Io::in_place(data))
         };
         let error = first.unwrap_err();
-        // The group is poisoned: the next operation, even one that both would agree on, says the same.
+        // The group is poisoned. The next operation returns the same error, even if both ranks would agree on it.
         assert_eq!(lane.barrier(O), Err(error.clone()));
         error
     });
@@ -80,7 +80,7 @@ fn an_argument_error_on_one_rank_leaves_the_ranks_in_step() {
     assert_eq!(sums, [[6; 6]; 3]);
 }
 
-/// How many elements each rank sends to each: some none, and from 0 to 2 none at all.
+/// Returns the number of elements that one rank sends to another: 0 to 3.
 fn count(from: usize, to: usize) -> usize {
     (from * 2 + to * 3) % 4
 }
@@ -160,7 +160,7 @@ fn a_deadline_that_passes_names_who_is_missing_and_ends_the_lane() {
             assert!(error.to_string().contains("bucket 7"), "{error}");
             assert!(lane.barrier(O).is_err());
         }
-        // Rank 1 stays, silent, until rank 0 has given up.
+        // Rank 1 stays silent until rank 0 has given up.
         done.wait();
     });
 }

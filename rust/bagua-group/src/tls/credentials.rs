@@ -1,4 +1,4 @@
-//! The keys that the ends of a TLS connection prove, and the checks of the other end's key.
+//! The keys of the two ends of a TLS connection, and the checks of the other end's key.
 
 use std::sync::Arc;
 
@@ -28,7 +28,8 @@ use crate::error::{Error, Result};
 const ED25519_PREFIX: [u8; 16] =
     [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
 
-/// TLS with exactly what the ranks of a job need: three cipher suites, the fastest first where the processor has AES, and one key exchange.
+/// Returns TLS with exactly what the ranks of a job need: three cipher suites and one key exchange. The first suite is
+/// the fastest on processors with AES instructions.
 fn provider() -> Arc<CryptoProvider> {
     use ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
     Arc::new(CryptoProvider {
@@ -43,13 +44,13 @@ fn provider() -> Arc<CryptoProvider> {
 pub enum Tls {
     /// A key pair that is derived from the job's secret.
     Secret,
-    /// Certificates of a CA.
+    /// Certificates that a CA has signed.
     Certificates(Arc<Certificates>),
 }
 
 impl Tls {
-    /// By certificates, as PEM: this rank's certificate with intermediate ones, its private key, and the certificates of the CA that
-    /// signed those of all ranks.
+    /// Authenticates by certificates in PEM: this rank's certificate with intermediate ones, its private key, and the
+    /// certificates of the CA that signed the certificates of all ranks.
     ///
     /// # Errors
     /// `InvalidArgument` that says which of the three cannot be used, and why.
@@ -65,7 +66,8 @@ impl Tls {
             }
         };
         let chain = all(certificate, "the certificate")?;
-        // PKCS #8 says it in its label (RFC 7468, section 11), the older formats in a header (RFC 1421, section 4.6.1.1).
+        // PKCS #8 says in its label that a key is encrypted (RFC 7468, section 11), and the older formats in a header
+        // (RFC 1421, section 4.6.1.1).
         let is_encrypted = ["-----BEGIN ENCRYPTED PRIVATE KEY-----", "Proc-Type: 4,ENCRYPTED"]
             .iter()
             .any(|mark| key.windows(mark.len()).any(|window| window == mark.as_bytes()));
@@ -95,7 +97,7 @@ impl Tls {
         let algorithms = provider.signature_verification_algorithms;
         let certificates =
             Certificates { provider, key: Arc::new(key), servers: Arc::new(SignedBy { roots, algorithms }), clients };
-        // What the other ranks will check.
+        // The checks that the other ranks will make.
         let (own, intermediates) = certificates.key.cert.split_first().expect("a chain with a certificate");
         let now = UnixTime::now();
         let checked = certificates.servers.check(own, intermediates, now);
@@ -104,7 +106,7 @@ impl Tls {
         Ok(Tls::Certificates(Arc::new(certificates)))
     }
 
-    /// A number for the kind, which ranks compare: 0 is no TLS.
+    /// Returns a number for the kind of authentication, which ranks compare. 0 means no TLS.
     pub(in super::super) fn code(tls: Option<&Tls>) -> u8 {
         match tls {
             None => 0,
@@ -113,7 +115,7 @@ impl Tls {
         }
     }
 
-    /// The name of a code, for error texts.
+    /// Returns the name of a code, for error texts.
     pub(in super::super) fn describe(code: u8) -> &'static str {
         match code {
             0 => "no TLS",
@@ -134,7 +136,7 @@ impl Tls {
     }
 }
 
-/// [`Tls`] with the secret.
+/// [`Tls`] together with the secret.
 pub(super) enum Credentials {
     Secret(Arc<SharedKeyPair>),
     Certificates(Arc<Certificates>),
@@ -177,11 +179,11 @@ impl Credentials {
     }
 }
 
-/// The key pair that all holders of a secret have; as a check, it accepts this public key and no other.
+/// The key pair that all holders of a secret have. As a verifier, it accepts this public key and no other.
 #[derive(Debug)]
 pub(super) struct SharedKeyPair {
     provider: Arc<CryptoProvider>,
-    /// The raw public key, in the place of a certificate, and the private key.
+    /// The raw public key, in place of a certificate, and the private key.
     key: Arc<CertifiedKey>,
 }
 
@@ -196,7 +198,7 @@ impl SharedKeyPair {
     }
 
     fn check(&self, theirs: &CertificateDer<'_>) -> std::result::Result<(), Fault> {
-        // Public keys: there is nothing to hide in how long the comparison takes.
+        // Public keys are no secret, so the time of the comparison may depend on them.
         match self.key.end_entity_cert()? == theirs {
             true => Ok(()),
             false => Err(Fault::InvalidCertificate(CertificateError::ApplicationVerificationFailure)),
@@ -286,22 +288,22 @@ impl ClientCertVerifier for SharedKeyPair {
     }
 }
 
-/// A rank's certificate and key, and the checks of the other ranks'.
+/// A rank's certificate and key, and the verifiers of the other ranks' certificates.
 #[derive(Debug)]
 pub struct Certificates {
     provider: Arc<CryptoProvider>,
     /// This rank's certificate with intermediate ones, and its private key.
     key: Arc<CertifiedKey>,
-    /// The check of a rank that accepted the connection.
+    /// Verifier for the rank that accepted the connection.
     servers: Arc<SignedBy>,
-    /// The check of a rank that connected.
+    /// Verifier for the rank that connected.
     clients: Arc<dyn ClientCertVerifier>,
 }
 
-/// Accepts a server whose certificate a CA has signed, whatever name it has.
+/// Accepts a server whose certificate a CA has signed, whatever its name is.
 #[derive(Debug)]
 struct SignedBy {
-    /// The CA.
+    /// Certificates of the CA.
     roots: Arc<RootCertStore>,
     /// Algorithms of signatures in certificates and handshakes.
     algorithms: WebPkiSupportedAlgorithms,

@@ -1,9 +1,10 @@
-//! TLS 1.3 on every TCP connection of a group: who may be at the other end, and the two handshakes.
+//! TLS 1.3 on every TCP connection of a group: authentication of both ends, and the two handshakes.
 //!
-//! Both ends prove a key. By the secret, it is one Ed25519 key pair that every holder of the secret derives from it, as a raw public key
-//! (RFC 7250): rustls has no pre-shared keys. By certificates, it is the key of a certificate that the job's CA has signed; names in
-//! certificates are not checked, because ranks are found by address, so the CA must be the job's own. The handshake of
-//! [`handshake`](super::handshake) follows inside.
+//! Both ends prove that they have a key. With the secret, it is one Ed25519 key pair that every holder of the secret
+//! derives from it, sent as a raw public key (RFC 7250), because rustls has no pre-shared keys. With certificates, it
+//! is the key of a certificate that the job's CA has signed. Names in certificates are not checked, because ranks are
+//! found by address, so the CA must sign for this job only. The handshake of [`handshake`](super::handshake) follows
+//! inside TLS.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -30,7 +31,7 @@ use crate::transport;
 use crate::transport::tls::{Session, TlsFault};
 use credentials::Credentials;
 
-/// How a process proves that it belongs to a job.
+/// The means by which a process proves that it belongs to a job.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Access<'a> {
     /// The job's secret.
@@ -53,7 +54,7 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// The ends for a job; `None` without TLS.
+    /// Returns the ends for a job, or `None` without TLS.
     ///
     /// # Errors
     /// `InvalidArgument` without a secret or certificates.
@@ -77,20 +78,20 @@ impl Ends {
             .map_err(failed)?
             .with_client_cert_verifier(credentials.client_verifier())
             .with_cert_resolver(credentials.server_resolver());
-        // Every connection proves both keys anew.
+        // No session is resumed, so that every connection proves both keys.
         server.send_tls13_tickets = 0;
         server.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
         Ok(Ends { client: Arc::new(client), server: Arc::new(server) })
     }
 
-    /// The client's end of a new connection. The caller limits the time.
+    /// Makes the client's end of a new connection. The caller limits the time.
     pub(super) async fn connect(&self, stream: TcpStream) -> std::result::Result<TlsSocket, Failed> {
         let mut socket = TlsSocket::new(stream, Session::client(&self.client)?);
         socket.handshake().await.map_err(Failed::from)?;
         Ok(socket)
     }
 
-    /// The server's end of a new connection, within [`STEP_TIMEOUT`].
+    /// Makes the server's end of a new connection, within [`STEP_TIMEOUT`].
     pub(super) async fn accept(&self, stream: TcpStream) -> std::result::Result<TlsSocket, Refused> {
         let session = Session::server(&self.server).map_err(|_| Refusal::Protocol)?;
         let mut socket = TlsSocket::new(stream, session);
@@ -111,10 +112,10 @@ impl Ends {
     }
 }
 
-/// Both ends of a TLS connection over two connected sockets, for tests and benchmarks.
+/// Makes both ends of a TLS connection over two connected sockets, for tests and benchmarks.
 ///
 /// # Errors
-/// `InvalidArgument` without a secret or certificates, `System` when the handshake fails.
+/// `InvalidArgument` without a secret or certificates. `System` if the handshake fails.
 pub fn tls_pair(access: &Access<'_>, sockets: (StdStream, StdStream)) -> Result<(transport::Tls, transport::Tls)> {
     let failed = |e: io::Error| Error::system("a TLS connection within this process", e);
     let ends = Ends::of(access)?.ok_or_else(|| Error::InvalidArgument("no TLS".to_owned()))?;

@@ -1,4 +1,4 @@
-//! A TCP connection with a TLS session, asynchronous.
+//! An asynchronous TCP connection with a TLS session.
 
 use std::future::poll_fn;
 use std::io;
@@ -16,12 +16,12 @@ use crate::transport::tls::{Blocked, Session};
 pub(in super::super) struct TlsSocket {
     stream: TcpStream,
     session: Box<Session>,
-    /// The end of the stream was announced.
+    /// True once the end of the stream was announced.
     ended: bool,
 }
 
 impl TlsSocket {
-    /// The connection.
+    /// Returns the descriptor of the connection.
     pub(in super::super) fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
@@ -30,7 +30,7 @@ impl TlsSocket {
         TlsSocket { stream, session: Box::new(session), ended: false }
     }
 
-    /// Runs the handshake. When it fails, the other end was sent the reason, as far as TLS has an alert for it.
+    /// Runs the handshake. If it fails, sends the other end the reason, as far as TLS has an alert for it.
     pub(super) async fn handshake(&mut self) -> io::Result<()> {
         loop {
             let TlsSocket { stream, session, .. } = self;
@@ -39,7 +39,7 @@ impl TlsSocket {
                 Ok(Some(Blocked::Receiving)) => stream.readable().await?,
                 Ok(Some(Blocked::Sending)) => stream.writable().await?,
                 Err(error) => {
-                    // The alert may wait: tokio does not try to write before it knows that the socket has room.
+                    // The alert may have to wait: tokio does not try to write before it knows that the socket has room.
                     let _ = poll_fn(|cx| self.poll_sent(cx)).await;
                     return Err(error);
                 }
@@ -52,7 +52,7 @@ impl TlsSocket {
         self.session.received_in_clear()
     }
 
-    /// The connection, and the session on it.
+    /// Returns the connection and the session on it.
     pub(in super::super) fn into_parts(self) -> (TcpStream, Box<Session>) {
         (self.stream, self.session)
     }
