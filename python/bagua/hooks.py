@@ -187,7 +187,6 @@ class _ErrorMemory:
         self.errors[place] = part
 
     def load(self, errors: Sequence[torch.Tensor]) -> None:
-        """Copies the parts of a loaded state into this object."""
         if not self._parameters:
             self.errors = [error.clone() for error in errors]
             self._loaded = len(errors)

@@ -54,10 +54,7 @@ pub trait RecordExchange {
 
     /// Sends record j of `sent` to member j, and stores the record from member i at position i of `received`. May leave
     /// the member's own record in `received` as it is. Both buffers contain one record of `record` bytes for each
-    /// member, and are on the same device.
-    ///
-    /// # Errors
-    /// The errors of [`Collective::exchange`].
+    /// member, and are on the same device. Returns the errors of [`Collective::exchange`].
     fn all_to_all(
         &mut self,
         cx: &OpContext<'_>,
@@ -67,15 +64,11 @@ pub trait RecordExchange {
     ) -> Result<()>;
 
     /// Fills `records`, which contains the member's own record at its own position, with the records of all members.
-    ///
-    /// # Errors
-    /// The errors of [`Collective::exchange`].
+    /// Returns the errors of [`Collective::exchange`].
     fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()>;
 
-    /// Returns the codec on a device, or `None` if copies on the host must be encoded instead. Sends nothing.
-    ///
-    /// # Errors
-    /// The errors of [`Collective::codec_on`].
+    /// Returns the codec on a device, or `None` if copies on the host must be encoded instead. Sends nothing. Returns
+    /// the errors of [`Collective::codec_on`].
     fn codec_on(
         &mut self,
         place: DeviceRef<'_>,
@@ -526,7 +519,6 @@ fn sum_all(dtype: DType, decoded: &[u8], result: &mut [u8], divisor: usize) {
     sum_over(dtype, &inputs, result, divisor);
 }
 
-/// Reads float32 values from bytes.
 fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.as_chunks().0.iter().map(|value| f32::from_ne_bytes(*value))
 }

@@ -59,11 +59,9 @@ pub(super) fn average(
 /// 3. Copy W to x.
 ///
 /// Both neighbours decode the same record as this member, so W equals bit for bit what they know of it. A single member
-/// copies x to W. On a device that has the codec, everything stays there, with the same bytes in the records.
-///
-/// # Errors
-/// `UnsupportedType` if the collective does not have the codec on the device of the weights. Otherwise as
-/// [`Collective::codec_on`] and [`Collective::run`].
+/// copies x to W. On a device that has the codec, everything stays there, with the same bytes in the records. Fails
+/// with `UnsupportedType` if the collective does not have the codec on the device of the weights. Also returns the
+/// errors of [`Collective::codec_on`] and [`Collective::run`].
 pub(super) fn compressed_ring(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,

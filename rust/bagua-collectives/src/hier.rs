@@ -130,9 +130,7 @@ pub struct Hier {
 impl Hier {
     /// Creates the hierarchy. `hosts` are the group ranks of each host, ascending, and the hosts are ordered by their
     /// first rank. `rank` is this process's rank, `intra` spans its host, and `inter` (only on leaders) the leaders.
-    ///
-    /// # Panics
-    /// If the arguments do not fit together. The caller derives all of them from one list of hosts.
+    /// Panics if the arguments do not fit together. The caller derives all of them from one list of hosts.
     pub fn new(
         intra: Box<dyn Collective>,
         inter: Option<Box<dyn Collective>>,
@@ -150,10 +148,7 @@ impl Hier {
         Hier { intra, inter, flat: None, hosts, rank, size, scratch: Vec::new() }
     }
 
-    /// Adds a collective of all ranks for the verbs that are not hierarchical.
-    ///
-    /// # Panics
-    /// Panics like [`Hier::new`].
+    /// Adds a collective of all ranks for the verbs that are not hierarchical. Panics like [`Hier::new`].
     #[must_use]
     pub fn with_flat(self, flat: impl Collective + 'static) -> Hier {
         assert_eq!((flat.rank(), flat.size()), (self.rank, self.size));
@@ -161,10 +156,8 @@ impl Hier {
     }
 
     /// Runs an all_reduce, or a verb over messages. In verbs over messages, a host acts as one member, with the sum or
-    /// mean of its ranks in full precision.
-    ///
-    /// # Errors
-    /// The errors of [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.
+    /// mean of its ranks in full precision. Returns the errors of [`Collective::run`], and `NotImplemented` for verbs
+    /// that are not hierarchical.
     fn run_by_host(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
         match verb {
             Verb::AllReduce(op) => loop {

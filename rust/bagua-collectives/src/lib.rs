@@ -199,10 +199,7 @@ pub trait Collective: Send {
     fn end(&mut self) {}
 
     /// Sends and receives all messages at once. Several messages to one peer arrive in the order given.
-    /// [`over_exchange()`] is built on this.
-    ///
-    /// # Errors
-    /// The errors of [`Collective::run`].
+    /// [`over_exchange()`] is built on this. Returns the errors of [`Collective::run`].
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
 }
 

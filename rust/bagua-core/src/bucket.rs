@@ -291,7 +291,6 @@ impl Bucket {
         }
     }
 
-    /// Returns the number of padding elements at the end.
     fn padding(&self) -> usize {
         self.tensors.iter().rev().take_while(|tensor| tensor.padding).map(|tensor| tensor.count).sum()
     }

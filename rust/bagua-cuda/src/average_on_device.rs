@@ -22,10 +22,7 @@ pub(crate) struct Average {
 }
 
 impl Average {
-    /// Loads the kernel.
-    ///
-    /// # Errors
-    /// `Unavailable` if the kernel cannot be compiled, `UnsupportedType`, or `Device`.
+    /// Loads the kernel. Fails with `Unavailable` if the kernel cannot be compiled, `UnsupportedType`, or `Device`.
     pub(crate) fn new(context: &Context, dtype: DType, divisor: usize) -> Result<Average> {
         ReduceOp::Avg.check(dtype)?;
         let (kernel, unit) = average_of(dtype);

@@ -48,9 +48,7 @@ impl WeightOrder {
         WeightOrder { context: Arc::clone(context), events: Mutex::default(), failure: OnceLock::new() }
     }
 
-    /// Starts an averaging of weights on this device. An earlier averaging must have ended.
-    ///
-    /// # Errors
+    /// Starts an averaging of weights on this device. An earlier averaging must have ended. Fails with
     /// `InvalidArgument` if the order belongs to another device.
     pub fn begin(&self, context: &Arc<Context>) -> Result<()> {
         if !Arc::ptr_eq(&self.context, context) {
@@ -67,9 +65,7 @@ impl WeightOrder {
     }
 
     /// Makes later work on `stream` wait for the work of all earlier lock owners. Called with the lock; does not wait.
-    ///
-    /// # Errors
-    /// `NotImplemented` for a stream that is being captured, and `Device`.
+    /// Fails with `NotImplemented` for a stream that is being captured, and `Device`.
     pub fn enter(&self, stream: usize) -> Result<()> {
         let events = lock(&self.events);
         if events.closed {
@@ -80,9 +76,8 @@ impl WeightOrder {
     }
 
     /// Makes later lock owners wait for the work that is on `stream` now. Called while holding the lock; does not wait.
-    ///
-    /// # Errors
-    /// `NotImplemented` for a stream that is being captured, and `Device`. The averaging ends with the same error.
+    /// Fails with `NotImplemented` for a stream that is being captured, and `Device`. The averaging ends with the same
+    /// error.
     pub fn leave(&self, stream: usize) -> Result<()> {
         let recorded = self.record(stream);
         if let Err(error) = &recorded {

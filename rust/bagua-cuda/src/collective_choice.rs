@@ -60,10 +60,8 @@ impl Candidate {
     }
 }
 
-/// Returns the choice of all ranks, which are on `hosts`.
-///
-/// # Errors
-/// `Unavailable` if the ranks request different collectives, or one that they cannot use.
+/// Returns the choice of all ranks, which are on `hosts`. Fails with `Unavailable` if the ranks request different
+/// collectives, or one that they cannot use.
 pub(crate) fn choose(candidates: &[Candidate], hosts: &[Vec<usize>]) -> Result<Choice> {
     let requested = candidates[0].requested;
     if let Some(rank) = candidates.iter().position(|candidate| candidate.requested != requested) {

@@ -159,9 +159,8 @@ impl Collective for OnDevices {
 
 impl OnDevices {
     /// Lets all ranks choose the collective once, over the host's collective. With NCCL, they also compare their calls.
-    ///
-    /// # Errors
-    /// `Unavailable` on all ranks if requests differ or cannot be served; or the error of creating the communicator.
+    /// Fails with `Unavailable` on all ranks if requests differ or cannot be served, or with the error of creating the
+    /// communicator.
     fn agree(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         let lane_device = place.lane_device();
         if !self.lane_devices.iter().any(|known| Arc::ptr_eq(known, &lane_device)) {

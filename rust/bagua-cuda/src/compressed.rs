@@ -28,10 +28,8 @@ pub(crate) struct CodecOnDevice {
 
 impl CodecOnDevice {
     /// Opens a codec on a device that is an [`OperationDevice`], and loads its kernels. Returns `None` for codecs
-    /// without kernels, and for element types that they do not encode.
-    ///
-    /// # Errors
-    /// `Unavailable` if NVRTC is missing or fails, and `Device`.
+    /// without kernels, and for element types that they do not encode. Fails with `Unavailable` if NVRTC is missing or
+    /// fails, and `Device`.
     pub(crate) fn open(
         device: &Arc<dyn Device>,
         codec: &dyn Codec,

@@ -130,10 +130,8 @@ impl Context {
         self.api.check(self.device, function, code)
     }
 
-    /// Checks that no stream is being captured into a graph, without affecting captures.
-    ///
-    /// # Errors
-    /// `NotImplemented` if one is, or for the legacy stream if a stream that is ordered with it is being captured.
+    /// Checks that no stream is being captured into a graph, without affecting captures. Fails with `NotImplemented` if
+    /// one is, or for the legacy stream if a stream that is ordered with it is being captured.
     pub fn refuse_capture(&self, streams: &[usize]) -> Result<()> {
         let _entered = self.enter()?;
         for stream in streams {

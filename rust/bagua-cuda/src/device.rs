@@ -79,9 +79,7 @@ pub struct OperationDevice {
 static REGISTRATIONS: AtomicU64 = AtomicU64::new(0);
 
 impl OperationDevice {
-    /// Creates the device of an operation that starts after the work of `stream` and `producers`.
-    ///
-    /// # Errors
+    /// Creates the device of an operation that starts after the work of `stream` and `producers`. Fails with
     /// `NotImplemented` for a stream that is being captured, and `Device`.
     pub fn new(
         lane_device: &Arc<LaneDevice>,
@@ -162,9 +160,7 @@ impl OperationDevice {
         lock(&self.marks).kept.push(what);
     }
 
-    /// Makes the operation start after the work that is on the streams now. Never waits for the device.
-    ///
-    /// # Errors
+    /// Makes the operation start after the work that is on the streams now. Never waits for the device. Fails with
     /// `Device`.
     pub fn start(&self) -> Result<()> {
         let lane_device = self.lane_device();
@@ -178,10 +174,7 @@ impl OperationDevice {
         Ok(())
     }
 
-    /// Makes the caller's stream wait for the work that is on the producers' streams now.
-    ///
-    /// # Errors
-    /// `Device`.
+    /// Makes the caller's stream wait for the work that is on the producers' streams now. Fails with `Device`.
     pub fn follow_producers(&self) -> Result<()> {
         for stream in &self.producers {
             let event = Event::new(self.lane_device().context())?;
@@ -200,10 +193,8 @@ impl OperationDevice {
         unsafe { self.lane_device().context().copy(to, from, bytes, self.stream) }
     }
 
-    /// Puts work on the caller's stream after the work of the producers, and marks its end on the device.
-    ///
-    /// # Errors
-    /// The errors of `work`, and `Device`.
+    /// Puts work on the caller's stream after the work of the producers, and marks its end on the device. Returns the
+    /// errors of `work`, and `Device`.
     pub(crate) fn on_stream(&self, work: impl FnOnce(usize) -> Result<()>) -> Result<()> {
         self.follow_producers()?;
         let outcome = work(self.stream);
@@ -297,9 +288,7 @@ impl OperationDevice {
     }
 
     /// Makes work that is put on `stream` (`None`: the call's) after this see the result. Does not wait for the device.
-    ///
-    /// # Errors
-    /// `NotImplemented` for a stream that is being captured, `Device`, or the failure on the device.
+    /// Fails with `NotImplemented` for a stream that is being captured, `Device`, or the failure on the device.
     pub fn order(&self, stream: Option<usize>) -> Result<()> {
         let stream = stream.unwrap_or(self.stream);
         self.lane_device().context().refuse_capture(&[stream])?;

@@ -331,9 +331,7 @@ impl LaneDevice {
     }
 
     /// Creates the streams and the pinned memory if they do not exist. Called before any part of the operation is sent.
-    ///
-    /// # Errors
-    /// `Device`, which is harmless if there is too little memory.
+    /// Fails with `Device`, which is harmless if there is too little memory.
     pub fn prepare(&self) -> Result<()> {
         self.release();
         if self.choice().is_some_and(|choice| choice.collective != STAGED) {
@@ -342,7 +340,6 @@ impl LaneDevice {
         self.copier(|_| Ok(())).map_err(before_anything_began)
     }
 
-    /// Counts further memory of the lane on the device.
     pub(crate) fn count_memory(&self, bytes: usize) {
         self.room.fetch_add(bytes as u64, Ordering::Relaxed);
     }

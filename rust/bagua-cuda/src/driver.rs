@@ -68,7 +68,6 @@ impl Driver {
         self.devices.as_deref().map_err(Error::clone)
     }
 
-    /// Returns the functions that operations use.
     fn api(&self) -> core::error::Result<&Arc<Api>> {
         self.devices()?;
         let api = self.api.get_or_init(|| Api::load(&self.library).map(Arc::new));
@@ -76,9 +75,7 @@ impl Driver {
     }
 
     /// Returns the primary context of a device by its number. The first call for a device may create it, which is slow.
-    ///
-    /// # Errors
-    /// `Unavailable` if CUDA cannot be used, `Device` if a call fails.
+    /// Fails with `Unavailable` if CUDA cannot be used, or with `Device` if a call fails.
     pub fn context(&self, device: i32) -> core::error::Result<Arc<Context>> {
         let api = self.api()?;
         let mut contexts = lock(&self.contexts);
@@ -91,10 +88,7 @@ impl Driver {
         Ok(context)
     }
 
-    /// Returns the kind of memory at an address.
-    ///
-    /// # Errors
-    /// The errors of [`Driver::context`].
+    /// Returns the kind of memory at an address. Returns the errors of [`Driver::context`].
     pub fn memory_at(&self, address: usize) -> core::error::Result<Memory> {
         let used = lock(&self.contexts).keys().next().copied();
         context::memory_at(self.api()?, address, || self.context(used.unwrap_or(0)))

@@ -32,9 +32,7 @@ impl Context {
         Ok(*self.kernels().processors.get_or_init(|| found))
     }
 
-    /// Returns the kernel with that name. Takes seconds if its program is neither loaded nor in the cache.
-    ///
-    /// # Errors
+    /// Returns the kernel with that name. Takes seconds if its program is neither loaded nor in the cache. Fails with
     /// `Unavailable` if NVRTC is missing or fails, and `Device`.
     pub(crate) fn kernel(&self, name: &str) -> Result<Kernel> {
         let mut loaded = lock(&self.kernels().loaded);

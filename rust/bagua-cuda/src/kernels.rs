@@ -129,10 +129,7 @@ pub const fn short_name(dtype: DType) -> &'static str {
 }
 
 /// Returns the kernel that averages elements of a type, and the size of its elements in bytes. Complex numbers are two
-/// floats.
-///
-/// # Panics
-/// If the type has no average.
+/// floats. Panics if the type has no average.
 pub fn average_of(dtype: DType) -> (&'static str, usize) {
     match dtype {
         DType::F16 => ("average_f16", 2),

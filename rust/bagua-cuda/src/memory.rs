@@ -43,14 +43,12 @@ impl Pinned {
         Ok(Pinned { context: Arc::clone(context), at, len })
     }
 
-    /// Returns the first bytes for reading.
     pub(crate) fn bytes(&self, len: usize) -> &[u8] {
         assert!(len <= self.len);
         // SAFETY: the bytes are within the memory and initialised. The owner guarantees that no copy writes to them.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), len) }
     }
 
-    /// Returns the first bytes for writing.
     pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.len);
         // SAFETY: as in `bytes`. `&mut self` is the host's only access.
@@ -127,7 +125,6 @@ impl<'a> Scratch<'a> {
         Ok(Scratch { context, stream, address: context.allocate(bytes, stream)? })
     }
 
-    /// Returns the address of the first byte.
     pub(crate) fn address(&self) -> usize {
         self.address
     }

@@ -103,7 +103,6 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
-    /// Returns one of the program's results.
     fn bytes(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
         let library = &self.nvrtc.library;
         let (size, get) = (library.address(size)?, library.address(get)?);

@@ -174,7 +174,6 @@ fn loader_error(name: &CStr) -> String {
     line(unsafe { CStr::from_ptr(said) }.to_bytes())
 }
 
-/// Converts bytes to one line of text.
 pub(crate) fn line(bytes: &[u8]) -> String {
     let mut text = String::new();
     for char in String::from_utf8_lossy(bytes).chars() {

@@ -25,10 +25,7 @@ const LENGTH: usize = 4;
 /// Number of bytes of a slot, which holds one blob in an exchange of parts of equal size.
 pub const SLOT: usize = LENGTH + LIMIT;
 
-/// Writes a blob into a slot of [`SLOT`] zeros.
-///
-/// # Panics
-/// If the blob does not fit.
+/// Writes a blob into a slot of [`SLOT`] zeros. Panics if the blob does not fit.
 pub fn put(slot: &mut [u8], blob: &[u8]) {
     let (length, room) = slot.split_at_mut(LENGTH);
     length.copy_from_slice(&(blob.len() as u32).to_le_bytes());

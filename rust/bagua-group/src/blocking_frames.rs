@@ -31,10 +31,7 @@ impl Frames {
     }
 
     /// Connects and authenticates within `limit`. Tries again after a failure if `retries` returns true for it. The
-    /// inner error is that of the last attempt.
-    ///
-    /// # Errors
-    /// `System` if the process cannot try.
+    /// inner error is that of the last attempt. Fails with `System` if the process cannot try.
     pub(super) fn connect(
         at: impl ToSocketAddrs,
         hello: &Hello,
@@ -84,10 +81,7 @@ impl Frames {
         self.socket.tcp().ok_or_else(|| Error::other("frames over a connection that is not by TCP"))
     }
 
-    /// Sends a frame.
-    ///
-    /// # Errors
-    /// `System` if the connection is broken or the other end does not read.
+    /// Sends a frame. Fails with `System` if the connection is broken or the other end does not read.
     pub(super) fn send(&mut self, body: &[u8]) -> Result<()> {
         let len = u32::try_from(body.len()).map_err(|_| Error::other("a message beyond its limit"))?;
         let frame = [&len.to_le_bytes()[..], body].concat();
@@ -96,10 +90,8 @@ impl Frames {
         self.socket.write_all(&frame).map_err(failed)
     }
 
-    /// Receives a frame of at most `longest` bytes within `limit`.
-    ///
-    /// # Errors
-    /// `System` if the connection ends, the time passes, or the frame is longer.
+    /// Receives a frame of at most `longest` bytes within `limit`. Fails with `System` if the connection ends, the time
+    /// passes, or the frame is longer.
     pub(super) fn receive(&mut self, longest: usize, limit: Duration) -> Result<Vec<u8>> {
         let deadline = Deadline::after(limit);
         let mut len = [0; 4];

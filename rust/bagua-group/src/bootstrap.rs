@@ -136,10 +136,8 @@ impl Bootstrap {
     }
 }
 
-/// Begins to listen for the members of view `view` of a group. This rank may become a member.
-///
-/// # Errors
-/// `System` if a socket cannot be opened, or the hard limit of file descriptors is too low.
+/// Begins to listen for the members of view `view` of a group. This rank may become a member. Fails with `System` if a
+/// socket cannot be opened, or the hard limit of file descriptors is too low.
 pub(super) fn listen_for_view(former: &Plane, view: u64) -> Result<(Listeners, Endpoint)> {
     provide_descriptors(&former.config)?;
     // The group itself uses the port of the configuration.

@@ -24,10 +24,8 @@ pub(super) fn of_world(config: &Config) -> usize {
 }
 
 /// Raises the soft limit of this process to the hard limit. `more` returns the number of descriptors that `who` is
-/// going to open. It is called after the open descriptors were counted.
-///
-/// # Errors
-/// `System` if the hard limit is too low for the open descriptors and the new ones.
+/// going to open. It is called after the open descriptors were counted. Fails with `System` if the hard limit is too
+/// low for the open descriptors and the new ones.
 pub(super) fn provide(more: impl FnOnce() -> usize, who: impl Display) -> Result<()> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = current == maximum || setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).is_ok();

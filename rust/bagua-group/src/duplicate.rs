@@ -12,9 +12,7 @@ use crate::types::DType;
 
 impl Group {
     /// Builds a group with the ranks of this group. The addresses travel over `lane`, a lane of this group. Collective.
-    ///
-    /// # Errors
-    /// The errors of [`Lane::run`] and [`Bootstrap::connect`].
+    /// Returns the errors of [`Lane::run`] and [`Bootstrap::connect`].
     pub fn duplicate(&self, lane: &mut Lane, name: &str) -> Result<Group> {
         let mut config = Config {
             rank: self.rank(),

@@ -203,9 +203,7 @@ impl Group {
     }
 
     /// Builds a hierarchy of the ranks by machine, without a collective of all ranks. Collective, like [`Group::lane`].
-    ///
-    /// # Errors
-    /// The errors of [`Group::lane`].
+    /// Returns the errors of [`Group::lane`].
     pub(super) fn by_machine(&self) -> Result<Hier> {
         let connected = self.builder(&self.conns()?).build_by_machine(&self.machines());
         connected.map_err(|error| self.health().fail(error))

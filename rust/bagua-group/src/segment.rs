@@ -145,7 +145,6 @@ struct Passing<'a> {
 }
 
 impl Passing<'_> {
-    /// Sends a list of descriptors.
     fn send<'fd>(&self, descriptors: impl IntoIterator<Item = BorrowedFd<'fd>>) -> Result<()> {
         descriptors.into_iter().try_for_each(|descriptor| self.send_one(DESCRIPTOR, &[descriptor]))?;
         self.send_one(END, &[])
@@ -171,7 +170,6 @@ impl Passing<'_> {
         .map(drop)
     }
 
-    /// Receives a list of descriptors.
     fn receive(&self) -> Result<Received> {
         let mut received = Received::new();
         loop {

@@ -122,10 +122,7 @@ impl LaneConns {
     }
 
     /// Waits for a connection for at most `longest`. Returns `None` if it has not arrived by then. [`GroupHealth`] may
-    /// know why.
-    ///
-    /// # Errors
-    /// `System` if the peer refused the connection.
+    /// know why. Fails with `System` if the peer refused the connection.
     pub(super) fn wait(&self, peer: usize, awaited: &Awaited, longest: Duration) -> Result<Option<DataConn>> {
         let outcome = match awaited {
             Awaited::Accepted(key) => return Ok(self.control.plane.pending.take(key, longest)),
@@ -172,7 +169,6 @@ impl StreamOpener {
         Ok(batches.iter().map(numbers).collect())
     }
 
-    /// Returns the `index` of a stream.
     fn index(&self, number: u32) -> u32 {
         self.index | number << NUMBER_SHIFT
     }

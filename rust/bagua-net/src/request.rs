@@ -374,10 +374,7 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// Splits each buffer at byte `mid`.
-    ///
-    /// # Panics
-    /// If `mid` is beyond the end of a buffer.
+    /// Splits each buffer at byte `mid`. Panics if `mid` is beyond the end of a buffer.
     pub fn split_at(self, mid: usize) -> (Io<'a>, Io<'a>) {
         match self {
             Io::InPlace(data) => {

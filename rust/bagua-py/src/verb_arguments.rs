@@ -117,10 +117,8 @@ impl Request {
         unsafe { Request::checked(group, codes, place) }.map_err(|e| errors::raise(py, e))
     }
 
-    /// Returns the request for a verb of this rank of the group on these operands.
-    ///
-    /// # Errors
-    /// The errors of [`Lane::run`] for operands that do not fit the verb.
+    /// Returns the request for a verb of this rank of the group on these operands. Returns the errors of [`Lane::run`]
+    /// for operands that do not fit the verb.
     pub fn of(group: &Group, verb: Verb<'static>, dtype: DType, mut operands: Operands) -> Result<Request> {
         let count = Lane::check(verb, dtype, &operands.io(), group.rank(), group.size())?;
         Ok(Request { verb, dtype, count, operands })

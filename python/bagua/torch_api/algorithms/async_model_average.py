@@ -350,7 +350,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._release()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the lock for each step."""
         if self._averager is not None:
             self._lock.begin_training(**self._stream)
             self._move_back()

@@ -71,7 +71,6 @@ class _Slot:
         return _Rows(indices, values), start
 
     def bytes(self, rows: int) -> int:
-        """Returns the bytes of ``rows`` rows in a message."""
         row = self.param.shape[1:].numel() * self.param.element_size()
         return _aligned(rows * _INDEX.itemsize) + _aligned(rows * row)
 

@@ -52,10 +52,8 @@ impl<'m, 'c> Rounds<'m, 'c> {
         (before, self.total.max(self.arrived))
     }
 
-    /// Sends and receives the messages of a round, given as pairs of a peer and bytes.
-    ///
-    /// # Errors
-    /// The errors of [`Mesh::exchange`].
+    /// Sends and receives the messages of a round, given as pairs of a peer and bytes. Returns the errors of
+    /// [`Mesh::exchange`].
     pub fn exchange<'b>(
         &mut self,
         sends: impl IntoIterator<Item = (usize, &'b [u8])>,

@@ -167,7 +167,6 @@ fn gathered(io: HostIo<'_>, rank: usize, ranks: usize) -> &mut [u8] {
     }
 }
 
-/// Splits a buffer into one equal shard per rank.
 fn split(data: &mut [u8], ranks: usize) -> Vec<&mut [u8]> {
     let each = data.len() / ranks;
     let mut rest = data;

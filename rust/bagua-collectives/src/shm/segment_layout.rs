@@ -43,7 +43,6 @@ const fn window_len(ranks: usize) -> usize {
     buffer_len(if ranks <= 2 { 256 << 10 } else { 128 << 10 })
 }
 
-/// Returns the size in bytes of one rank's slots and windows.
 const fn buffers_len(ranks: usize) -> usize {
     2 * SLOT + 2 * window_len(ranks)
 }

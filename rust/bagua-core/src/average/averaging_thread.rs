@@ -407,10 +407,8 @@ pub(super) fn allocate_arena_buffers<'a>(
     weights.into_iter().map(room).collect()
 }
 
-/// Takes the weight lock, which all parts share.
-///
-/// # Errors
-/// `Aborted` if the thread has to end. The thread that ended it may not have waited, so the weights may be gone.
+/// Takes the weight lock, which all parts share. Fails with `Aborted` if the thread has to end. The thread that ended
+/// it may not have waited, so the weights may be gone.
 fn hold(shared: &SharedControl, parts: &[WeightBuffers]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
     check_stopping(shared)?;

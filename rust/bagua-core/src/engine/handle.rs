@@ -159,10 +159,7 @@ impl Handle {
     }
 
     /// Adds a callback like [`Handle::on_done`]. If the job is already done, returns the callback with the result, for
-    /// the caller to call.
-    ///
-    /// # Errors
-    /// The errors of [`Handle::on_done`].
+    /// the caller to call. Returns the errors of [`Handle::on_done`].
     pub fn add_callback<F>(&self, callback: F) -> Result<Option<(F, Result<()>)>>
     where
         F: FnOnce(&Result<()>) + Send + 'static,
@@ -266,7 +263,6 @@ pub(super) fn timed_out(after: Duration, noticed_by: usize) -> Error {
     Error::Timeout { after, missing: vec![], noticed_by, progress: None }
 }
 
-/// Returns the error of every call in a forked child.
 pub(super) fn forked() -> Error {
     Error::other("the group was created before this process was forked; a forked process must create its own group")
 }

@@ -98,10 +98,8 @@ impl Communicator {
         &self.worker
     }
 
-    /// Leaves this group and returns a communicator of the surviving ranks: see [`Group::shrink`].
-    ///
-    /// # Errors
-    /// The errors of [`Group::shrink`].
+    /// Leaves this group and returns a communicator of the surviving ranks: see [`Group::shrink`]. Returns the errors
+    /// of [`Group::shrink`].
     pub fn shrink(&self, timeout: Option<Duration>, quorum: Quorum) -> Result<View<Communicator>> {
         let open = |group: &Group| {
             let opened = Communicator::new(group.clone())?;

@@ -25,19 +25,13 @@ pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
     }
 }
 
-/// Loads the kernels that these steps need.
-///
-/// # Errors
-/// `Unavailable` if NVRTC is missing or fails, and `Device`.
+/// Loads the kernels that these steps need. Fails with `Unavailable` if NVRTC is missing or fails, and `Device`.
 pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[CodecStep]) -> Result<()> {
     let mut names = parts.iter().flat_map(|part| kernels.names(*part, dtype));
     names.try_for_each(|name| context.kernel(&name).map(drop))
 }
 
-/// Checks that a codec has kernels.
-///
-/// # Errors
-/// `NotImplemented` with the codec's name.
+/// Checks that a codec has kernels. Fails with `NotImplemented` with the codec's name.
 pub fn check(codec: &dyn Codec) -> Result<()> {
     found(codec).map(drop)
 }

@@ -58,10 +58,8 @@ pub(crate) fn unique_id(nccl: &Nccl, context: &Context) -> Result<[u8; UNIQUE_ID
 }
 
 impl Communicator {
-    /// Joins the other ranks, which must have the same unique id.
-    ///
-    /// # Errors
-    /// `Device`, the group's first cause, or `Timeout` if not all ranks join.
+    /// Joins the other ranks, which must have the same unique id. Fails with `Device`, the group's first cause, or
+    /// `Timeout` if not all ranks join.
     pub(crate) fn new(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
@@ -119,10 +117,8 @@ impl Communicator {
         &self.watched.context
     }
 
-    /// Checks that an operation is on the communicator's device.
-    ///
-    /// # Errors
-    /// `UnsupportedType`, before any work is put on a device.
+    /// Checks that an operation is on the communicator's device. Fails with `UnsupportedType`, before any work is put
+    /// on a device.
     pub(crate) fn check_device(&self, place: &OperationDevice) -> Result<()> {
         let (own, other) = (self.context().device(), place.lane_device().context().device());
         if own == other {
@@ -133,10 +129,7 @@ impl Communicator {
     }
 
     /// Runs `work` as one operation after the start of `place`, and marks its end there. `work` uses
-    /// [`Communicator::call`].
-    ///
-    /// # Errors
-    /// The errors of `work`, which end the communicator; otherwise the group's first cause.
+    /// [`Communicator::call`]. Returns an error of `work`, which ends the communicator, or the group's first cause.
     pub(crate) fn operate(
         &self,
         cx: &OpContext<'_>,
@@ -165,10 +158,8 @@ impl Communicator {
         outcome.and(recorded).map_err(|error| self.watched.doom(error))
     }
 
-    /// Runs one NCCL call, or a group of calls. Returns when the work is on the stream.
-    ///
-    /// # Errors
-    /// `Device`, the group's first cause, or `Timeout`.
+    /// Runs one NCCL call, or a group of calls. Returns when the work is on the stream. Fails with `Device`, the
+    /// group's first cause, or `Timeout`.
     pub(crate) fn call(
         &self,
         cx: &OpContext<'_>,

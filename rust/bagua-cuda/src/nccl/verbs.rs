@@ -34,10 +34,7 @@ pub(crate) fn serves(verb: Verb<'_>, dtype: DType) -> bool {
 }
 
 impl Communicator {
-    /// Runs a verb that NCCL [`serves`].
-    ///
-    /// # Errors
-    /// The errors of [`Communicator::operate`].
+    /// Runs a verb that NCCL [`serves`]. Returns the errors of [`Communicator::operate`].
     pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &OperationDevice) -> Result<()> {
         self.operate(cx, place, || if parts.shard == 0 { Ok(()) } else { self.put(cx, verb, parts) })
     }

@@ -9,10 +9,8 @@ use crate::request::{Operands, Verb};
 use crate::types::{DType, ReduceOp, flags};
 
 impl Lanes {
-    /// Connects the collectives by host, unless they are connected already.
-    ///
-    /// # Errors
-    /// `Mismatch` if another rank runs another operation. Otherwise the errors of [`Lane::run`](super::Lane::run) and
+    /// Connects the collectives by host, unless they are connected already. Fails with `Mismatch` if another rank runs
+    /// another operation. Also returns the errors of [`Lane::run`](super::Lane::run) and
     /// [`Group::lane`](crate::Group::lane).
     fn connect_hosts(&mut self) -> Result<()> {
         if self.hosts.is_some() {
@@ -46,10 +44,8 @@ impl Lanes {
         self.group.as_ref().map_or(1, |group| group.machines().len())
     }
 
-    /// True if a compressed all_reduce or compressed ring encodes a tensor of this device on the device.
-    ///
-    /// # Errors
-    /// The errors of [`Collective::codec_on`].
+    /// True if a compressed all_reduce or compressed ring encodes a tensor of this device on the device. Returns the
+    /// errors of [`Collective::codec_on`].
     pub fn encodes_on(
         &mut self,
         place: DeviceRef<'_>,

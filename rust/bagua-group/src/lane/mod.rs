@@ -137,10 +137,7 @@ impl Lane {
     }
 
     /// Returns the fingerprint of a verb, before the operation has a number. `members` is the number of ranks, or of
-    /// hosts if each host counts as one member.
-    ///
-    /// # Errors
-    /// The errors that [`Lane::run`] returns before it sends anything.
+    /// hosts if each host counts as one member. Returns the errors that [`Lane::run`] returns before it sends anything.
     fn print_of(
         &self,
         options: &Options<'_>,
@@ -172,10 +169,7 @@ impl Lane {
         self.step = step;
     }
 
-    /// Blocks until every rank has called `barrier`.
-    ///
-    /// # Errors
-    /// The errors of [`Lane::run`].
+    /// Blocks until every rank has called `barrier`. Returns the errors of [`Lane::run`].
     pub fn barrier(&mut self, options: &Options<'_>) -> Result<()> {
         // A barrier has no data, but headers must name some type.
         self.run(options, DType::U8, Verb::Barrier, Io::none())
@@ -191,10 +185,7 @@ impl Lane {
         self.collective.reaches(place)
     }
 
-    /// See [`Collective::codec_on`].
-    ///
-    /// # Errors
-    /// The errors of [`Collective::codec_on`].
+    /// See [`Collective::codec_on`]. Returns the errors of [`Collective::codec_on`].
     pub fn codec_on(
         &mut self,
         place: DeviceRef<'_>,
@@ -218,10 +209,7 @@ impl Lane {
 
     /// Runs an operation with a fingerprint of [`Lane::print_of`]. `by` is another collective of this lane's ranks, or
     /// `None` for the lane's own. The operation is numbered, timed, counted and recorded. Its failure becomes the
-    /// group's first cause.
-    ///
-    /// # Errors
-    /// The errors of [`Lane::run`].
+    /// group's first cause. Returns the errors of [`Lane::run`].
     fn perform(
         &mut self,
         by: Option<&mut dyn Collective>,
@@ -282,10 +270,7 @@ impl From<Lane> for Lanes {
 }
 
 impl Lanes {
-    /// Opens the global lane of a group. Collective.
-    ///
-    /// # Errors
-    /// The errors of [`Group::lane`].
+    /// Opens the global lane of a group. Collective. Returns the errors of [`Group::lane`].
     pub fn of(group: &Group) -> Result<Lanes> {
         Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None, devices: Vec::new() })
     }
@@ -325,10 +310,7 @@ impl Lanes {
     /// With [`flags::HIERARCHICAL`], the ranks of one host combine first, even if the collective of the global lane is
     /// flat. The result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one
     /// within rounding. In the verbs over exchange, each host is then one member (see [`crate::collective::Hier`]), so
-    /// on one host a compressed all_reduce gives the bits of the plain one.
-    ///
-    /// # Errors
-    /// The errors of [`Lane::run`].
+    /// on one host a compressed all_reduce gives the bits of the plain one. Returns the errors of [`Lane::run`].
     pub fn run<'a>(
         &mut self,
         options: &Options<'_>,

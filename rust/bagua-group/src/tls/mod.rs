@@ -54,10 +54,8 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// Returns the ends for a job, or `None` without TLS.
-    ///
-    /// # Errors
-    /// `InvalidArgument` without a secret or certificates.
+    /// Returns the ends for a job, or `None` without TLS. Fails with `InvalidArgument` without a secret or
+    /// certificates.
     pub(super) fn of(access: &Access<'_>) -> Result<Option<Ends>> {
         access.tls.map(|tls| Ends::new(&tls.credentials(access.secret)?)).transpose()
     }

@@ -32,7 +32,6 @@ pub(super) struct InboxState {
 }
 
 impl Inbox {
-    /// Keeps a message.
     pub(in super::super) fn put(&self, from: usize, message: ViewMessage) {
         let mut state = self.lock();
         if state.messages.iter().filter(|(sender, _)| *sender == from).count() >= KEPT
@@ -56,7 +55,6 @@ impl Inbox {
         std::mem::take(&mut self.lock().messages)
     }
 
-    /// The state.
     pub(super) fn lock(&self) -> MutexGuard<'_, InboxState> {
         lock(&self.state)
     }

@@ -66,10 +66,7 @@ pub trait ForFloat {
     fn run<T: Float>(self) -> Self::Output;
 }
 
-/// Runs `work` for this element type.
-///
-/// # Panics
-/// For a type that [`super::Codec::check`] rejects.
+/// Runs `work` for this element type. Panics for a type that [`super::Codec::check`] rejects.
 pub fn for_dtype<W: ForFloat>(dtype: DType, work: W) -> W::Output {
     match dtype {
         DType::F32 => work.run::<f32>(),

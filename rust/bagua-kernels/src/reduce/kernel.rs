@@ -30,7 +30,6 @@ pub(super) enum Work<'w, 'a> {
 }
 
 impl Work<'_, '_> {
-    /// Returns the length of each input in bytes.
     pub(super) fn len(&self) -> usize {
         match self {
             Work::Into { out, .. } => out.len(),

@@ -52,27 +52,21 @@ const STRETCH: usize = 512;
 /// If `inputs[i]` is `None`, the i-th input is the old content of `out`; at most one may be `None`. f16 and bf16
 /// accumulate in float32 and round once at the end. `Avg` divides the sum by `inputs.len()`. All slices must have the
 /// same length, a multiple of the element size. They need no alignment. The caller must have called `op.check(dtype)`.
-///
-/// # Panics
-/// If there is no input, if lengths differ, or if `op.check(dtype)` returns an error.
+/// Panics if there is no input, if lengths differ, or if `op.check(dtype)` returns an error.
 pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     combine_at(Level::best(), dtype, op, inputs, out);
 }
 
-/// Computes `parts[0] op parts[1] op …`, as [`combine`] does, and writes the result to every part.
-///
-/// # Panics
-/// Panics like [`combine`].
+/// Computes `parts[0] op parts[1] op …`, as [`combine`] does, and writes the result to every part. Panics like
+/// [`combine`].
 pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     combine_everywhere_at(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
 /// Combines all parts into every part like [`combine_everywhere`], in short blocks from the first to the last. Calls
 /// `before` before each block is combined, so that its memory accesses overlap with the kernel's. A processor waits for
-/// several cache lines at a time, but only if the instructions that need them are close together.
-///
-/// # Panics
-/// Panics like [`combine`].
+/// several cache lines at a time, but only if the instructions that need them are close together. Panics like
+/// [`combine`].
 pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]], before: &mut Before<'_>) {
     // For other numbers of parts, every block initialises accumulators in memory.
     let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { element::BLOCK };
@@ -80,17 +74,13 @@ pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u
 }
 
 /// Computes the sum as [`combine`] does, divided by `divisor` before rounding: an average over more ranks than inputs.
-///
-/// # Panics
 /// Panics like [`combine`], and if the dtype is neither float nor complex.
 pub fn sum_over(dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
     sum_over_at(Level::best(), dtype, inputs, out, divisor);
 }
 
 /// Divides every element of a float tensor by `divisor`, to complete an `Avg` whose sum was computed in several steps.
-///
-/// # Panics
-/// If `dtype` is not a float type, or the length is not a multiple of its size.
+/// Panics if `dtype` is not a float type, or the length is not a multiple of its size.
 pub fn divide(dtype: DType, data: &mut [u8], divisor: usize) {
     divide_at(Level::best(), dtype, data, divisor);
 }

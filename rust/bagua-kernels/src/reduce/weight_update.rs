@@ -40,10 +40,8 @@ float!(
 /// Computes `weights = average` for elements that still have the bits of `snapshot`, and `weights + (average -
 /// snapshot)` for all others. Half types are computed in float32 and rounded once.
 ///
-/// A rank that did not train meanwhile thus gets exactly the average, and one that did keeps its progress.
-///
-/// # Panics
-/// If `dtype` is not a real float type, or if the lengths differ or are not a multiple of its size.
+/// A rank that did not train meanwhile thus gets exactly the average, and one that did keeps its progress. Panics if
+/// `dtype` is not a real float type, or if the lengths differ or are not a multiple of its size.
 pub fn correct(dtype: DType, weights: &mut [u8], average: &[u8], snapshot: &[u8]) {
     match dtype {
         DType::F16 => correct_as::<F16, 2>(weights, average, snapshot),
@@ -54,10 +52,8 @@ pub fn correct(dtype: DType, weights: &mut [u8], average: &[u8], snapshot: &[u8]
     }
 }
 
-/// Computes `out = values - base` by element. Half types are computed in float32 and rounded once.
-///
-/// # Panics
-/// Panics like [`correct`].
+/// Computes `out = values - base` by element. Half types are computed in float32 and rounded once. Panics like
+/// [`correct`].
 pub fn subtract(dtype: DType, out: &mut [u8], values: &[u8], base: &[u8]) {
     match dtype {
         DType::F16 => subtract_as::<F16, 2>(out, values, base),

@@ -70,20 +70,14 @@ impl Arena {
         self.mapping
     }
 
-    /// Returns the 4-byte atomic at `offset`.
-    ///
-    /// # Panics
-    /// If `offset` is out of bounds or not aligned.
+    /// Returns the 4-byte atomic at `offset`. Panics if `offset` is out of bounds or not aligned.
     pub fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset <= self.len() - 4);
         // SAFETY: in bounds and aligned (checked); the memory lives as long as self; atomics allow shared writes.
         sync::word(unsafe { atomic::AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
-    /// Returns the 8-byte atomic at `offset`.
-    ///
-    /// # Panics
-    /// Panics like [`Arena::word`].
+    /// Returns the 8-byte atomic at `offset`. Panics like [`Arena::word`].
     pub fn long(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset <= self.len() - 8);
         // SAFETY: as in `word`.

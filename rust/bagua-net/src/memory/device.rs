@@ -58,10 +58,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     }
 
     /// Makes work that is queued on `stream` from now on wait for the marked work and for the operations on the bucket.
-    /// Must not wait for the device.
-    ///
-    /// # Errors
-    /// The errors of [`Device::mark`].
+    /// Must not wait for the device. Returns the errors of [`Device::mark`].
     fn order(&self, stream: Option<usize>) -> Result<()> {
         let _ = stream;
         Ok(())
@@ -265,10 +262,7 @@ impl<'a> Buffer<'a> {
         }
     }
 
-    /// Returns a part of the bytes.
-    ///
-    /// # Panics
-    /// If the range is not within the buffer.
+    /// Returns a part of the bytes. Panics if the range is not within the buffer.
     pub fn slice(&self, range: Range<usize>) -> Buffer<'a> {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: within the buffer.
@@ -276,18 +270,12 @@ impl<'a> Buffer<'a> {
         Buffer { ptr, len: range.len(), ..*self }
     }
 
-    /// Splits the buffer into parts of `len` bytes. The last part may be shorter.
-    ///
-    /// # Panics
-    /// If `len` is 0.
+    /// Splits the buffer into parts of `len` bytes. The last part may be shorter. Panics if `len` is 0.
     pub fn chunks(self, len: usize) -> impl Iterator<Item = Buffer<'a>> {
         (0..self.len).step_by(len).map(move |at| self.slice(at..self.len.min(at + len)))
     }
 
-    /// Copies all bytes to the host.
-    ///
-    /// # Panics
-    /// If the lengths differ.
+    /// Copies all bytes to the host. Panics if the lengths differ.
     pub fn copy_to(&self, host: &mut [u8]) -> Result<()> {
         assert_eq!(host.len(), self.len);
         match self.device {
@@ -371,9 +359,7 @@ impl<'a> BufferMut<'a> {
     }
 
     /// Returns `len` uninitialized bytes for the running operation: the device's memory, or `memory` on the host.
-    ///
-    /// # Errors
-    /// The errors of [`Device::room`].
+    /// Returns the errors of [`Device::room`].
     pub fn room(place: DeviceRef<'a>, memory: &'a mut Vec<u8>, len: usize) -> Result<BufferMut<'a>> {
         match place {
             Some(device) if len > 0 => {
@@ -395,28 +381,19 @@ impl<'a> BufferMut<'a> {
         self.bytes.chunks(len).map(|bytes| BufferMut { bytes, borrowed: PhantomData })
     }
 
-    /// Borrows a part of the bytes.
-    ///
-    /// # Panics
-    /// If the range is not within the buffer.
+    /// Borrows a part of the bytes. Panics if the range is not within the buffer.
     pub fn part(&mut self, range: Range<usize>) -> BufferMut<'_> {
         BufferMut { bytes: self.bytes.slice(range), borrowed: PhantomData }
     }
 
-    /// Splits the buffer at byte `mid`.
-    ///
-    /// # Panics
-    /// If `mid` is beyond the end of the buffer.
+    /// Splits the buffer at byte `mid`. Panics if `mid` is beyond the end of the buffer.
     pub fn split_at(self, mid: usize) -> (BufferMut<'a>, BufferMut<'a>) {
         let (head, tail) = (self.bytes.slice(0..mid), self.bytes.slice(mid..self.bytes.len));
         let part = |bytes| BufferMut { bytes, borrowed: PhantomData };
         (part(head), part(tail))
     }
 
-    /// Overwrites all bytes with `from`, which may be on another device.
-    ///
-    /// # Panics
-    /// If the lengths differ.
+    /// Overwrites all bytes with `from`, which may be on another device. Panics if the lengths differ.
     pub fn copy_from_buffer(&mut self, from: Buffer<'_>) -> Result<()> {
         match from.device {
             None => self.copy_from(from.as_host()?),
@@ -424,10 +401,8 @@ impl<'a> BufferMut<'a> {
         }
     }
 
-    /// Overwrites all bytes with `from`, which is on the same device, as a step of the running operation.
-    ///
-    /// # Panics
-    /// If the lengths or the devices differ.
+    /// Overwrites all bytes with `from`, which is on the same device, as a step of the running operation. Panics if the
+    /// lengths or the devices differ.
     pub fn copy_in_place(&mut self, from: Buffer<'_>) -> Result<()> {
         assert!(from.len == self.len() && same_place(from.device, self.device()));
         match self.bytes.device {
@@ -453,10 +428,7 @@ impl<'a> BufferMut<'a> {
         }
     }
 
-    /// Overwrites all bytes with `host`.
-    ///
-    /// # Panics
-    /// If the lengths differ.
+    /// Overwrites all bytes with `host`. Panics if the lengths differ.
     pub fn copy_from(&mut self, host: &[u8]) -> Result<()> {
         assert_eq!(host.len(), self.len());
         match self.bytes.device {

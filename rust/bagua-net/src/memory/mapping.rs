@@ -61,10 +61,7 @@ impl Mapping {
         self.ptr.as_ptr()
     }
 
-    /// Populates a range, as [`platform::populate`] does.
-    ///
-    /// # Errors
-    /// `System` if there is not enough memory.
+    /// Populates a range, as [`platform::populate`] does. Fails with `System` if there is not enough memory.
     pub(super) fn populate(&self, range: Range<usize>) -> Result<()> {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (checked), and mapped since the constructor.

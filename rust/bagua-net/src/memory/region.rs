@@ -206,10 +206,8 @@ impl Region {
         Region::as_one(parts, on_device, true, scratch, work)
     }
 
-    /// Calls `work` with all `parts` as one buffer for reading, as [`Region::whole`] does for writing.
-    ///
-    /// # Errors
-    /// The errors of [`Region::whole`].
+    /// Calls `work` with all `parts` as one buffer for reading, as [`Region::whole`] does for writing. Returns the
+    /// errors of [`Region::whole`].
     pub fn read_whole<R>(
         parts: &mut [Region],
         on_device: bool,
@@ -279,10 +277,7 @@ impl Region {
     }
 
     /// Overwrites this region with bytes of another region on the same device, starting at byte `at`. On a device, the
-    /// copy is queued on `stream`.
-    ///
-    /// # Panics
-    /// If the other region has too few bytes or is on another device.
+    /// copy is queued on `stream`. Panics if the other region has too few bytes or is on another device.
     pub fn copy_from_region(&mut self, from: &Region, at: usize, stream: Option<usize>) -> Result<()> {
         assert!(same_place(self.device(), from.device()));
         let part = from.buffer().slice(at..at + self.len());

@@ -143,10 +143,8 @@ impl SharedArena {
         Ok(arena)
     }
 
-    /// Creates `len` zeroed and populated bytes that only this process can access.
-    ///
-    /// # Errors
-    /// The errors of [`SharedArena::new`].
+    /// Creates `len` zeroed and populated bytes that only this process can access. Returns the errors of
+    /// [`SharedArena::new`].
     pub fn private(len: usize, registry: &Arc<Registry>) -> Result<SharedArena> {
         let mapping = Mapping::private(fitting(len)?)?;
         mapping.populate(0..mapping.len())?;

@@ -41,10 +41,8 @@ pub trait DeviceWeights: Send {
     /// The errors of `go_on` and of the device.
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 
-    /// Copies the average, or other values for all weights, from the host to the device.
-    ///
-    /// # Errors
-    /// The errors of [`DeviceWeights::read_snapshot`].
+    /// Copies the average, or other values for all weights, from the host to the device. Returns the errors of
+    /// [`DeviceWeights::read_snapshot`].
     fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 }
 
@@ -125,10 +123,7 @@ impl Weights {
         }
     }
 
-    /// Returns access to the weights while `guard` holds their lock.
-    ///
-    /// # Panics
-    /// If `guard` belongs to another lock.
+    /// Returns access to the weights while `guard` holds their lock. Panics if `guard` belongs to another lock.
     pub fn locked<'a>(&'a mut self, guard: &'a WeightGuard) -> Locked<'a> {
         assert!(guard.holds(&self.lock), "the guard of another lock");
         let len = self.len();

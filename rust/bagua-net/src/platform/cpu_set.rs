@@ -16,36 +16,24 @@ impl Processors {
     /// The empty set.
     pub const NONE: Processors = Processors([0; Processors::MAX / BITS]);
 
-    /// Returns the set with one processor.
-    ///
-    /// # Panics
-    /// If `number` is [`Processors::MAX`] or more.
+    /// Returns the set with one processor. Panics if `number` is [`Processors::MAX`] or more.
     pub fn only(number: usize) -> Processors {
         let mut set = Processors::NONE;
         set.add(number);
         set
     }
 
-    /// Adds a processor.
-    ///
-    /// # Panics
-    /// If `number` is [`Processors::MAX`] or more.
+    /// Adds a processor. Panics if `number` is [`Processors::MAX`] or more.
     pub fn add(&mut self, number: usize) {
         self.0[number / BITS] |= 1 << (number % BITS);
     }
 
-    /// Removes a processor.
-    ///
-    /// # Panics
-    /// If `number` is [`Processors::MAX`] or more.
+    /// Removes a processor. Panics if `number` is [`Processors::MAX`] or more.
     pub fn remove(&mut self, number: usize) {
         self.0[number / BITS] &= !(1 << (number % BITS));
     }
 
-    /// True if the set contains this processor.
-    ///
-    /// # Panics
-    /// If `number` is [`Processors::MAX`] or more.
+    /// True if the set contains this processor. Panics if `number` is [`Processors::MAX`] or more.
     pub fn contains(&self, number: usize) -> bool {
         self.0[number / BITS] & 1 << (number % BITS) != 0
     }

@@ -37,7 +37,6 @@ const WRITTEN: usize = 0;
 const READ: usize = LINE;
 const DATA: usize = 2 * LINE;
 
-/// Returns the capacity of one ring in bytes.
 const fn capacity(ranks: usize) -> usize {
     buffer_len(if ranks <= 16 { 128 << 10 } else { 32 << 10 })
 }
@@ -50,10 +49,7 @@ pub const fn rings_len(ranks: usize) -> usize {
 /// Returns the transports of rank `index` to each peer over the rings at `offset` of `arena`, and the rank's doorbell.
 ///
 /// The memory must be zeroed before the first call, and `offset` must be a multiple of 128. Every rank must call this
-/// once, with the same `offset` and `ranks`.
-///
-/// # Panics
-/// If the rings do not fit into the arena.
+/// once, with the same `offset` and `ranks`. Panics if the rings do not fit into the arena.
 pub fn ring_links(
     arena: &Arc<Arena>,
     offset: usize,
@@ -152,13 +148,11 @@ impl Ring {
         taken
     }
 
-    /// Offset of the next byte in the data of the ring.
     fn position(&self) -> usize {
         // The remainder is below the capacity, which is a usize.
         (self.count % self.capacity as u64) as usize
     }
 
-    /// Publishes this end's counter.
     fn publish(&self, at: usize) {
         self.long(at).store(self.count, Ordering::Release);
     }

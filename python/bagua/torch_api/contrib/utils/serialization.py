@@ -33,8 +33,6 @@ _DIGEST = 32
 
 
 class _Extension:
-    """Extension types of the structure."""
-
     TUPLE, SET, FROZENSET, INTEGER, COMPLEX, ARRAY, SCALAR, TENSOR = range(8)
 
 

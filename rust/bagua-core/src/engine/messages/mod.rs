@@ -160,10 +160,8 @@ impl Messenger {
         Ok(Posted { handle, senders })
     }
 
-    /// Checks the messages of a call, whether their memory is on the host or on a device.
-    ///
-    /// # Errors
-    /// `InvalidArgument` as [`Messenger::post`]; otherwise the group's first cause.
+    /// Checks the messages of a call, whether their memory is on the host or on a device. Fails with `InvalidArgument`
+    /// for the same arguments as [`Messenger::post`], or else with the group's first cause.
     pub(super) fn check(&self, sends: &[Message], receives: &[Message]) -> Result<()> {
         if !self.owner.is_current() {
             return Err(forked());

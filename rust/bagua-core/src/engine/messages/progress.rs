@@ -194,10 +194,8 @@ impl MessengerShared {
         self.wake();
     }
 
-    /// Adds the messages of a call, and moves what can move at once.
-    ///
-    /// # Errors
-    /// `Aborted` after the shutdown; otherwise the group's first cause.
+    /// Adds the messages of a call, and moves what can move at once. Fails with `Aborted` after the shutdown, or with
+    /// the group's first cause.
     pub(super) fn add(
         self: &Arc<MessengerShared>,
         call: Call,

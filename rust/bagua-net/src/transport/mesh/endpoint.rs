@@ -136,7 +136,6 @@ impl Endpoint {
         self.streams.iter_mut().for_each(|stream| stream.carried = 0);
     }
 
-    /// Returns the number of streams.
     pub(super) fn count(&self) -> usize {
         self.streams.len()
     }

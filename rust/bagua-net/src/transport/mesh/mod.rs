@@ -84,10 +84,8 @@ pub struct Mesh {
 
 impl Mesh {
     /// Creates the mesh of the process with index `rank`. `members[i]` is the group rank of index i, and `links[i]` the
-    /// stream to it (`None` for this rank). Streams that wait by [`Readiness::Doorbell`] need `bell`.
-    ///
-    /// # Panics
-    /// If the arguments are inconsistent.
+    /// stream to it (`None` for this rank). Streams that wait by [`Readiness::Doorbell`] need `bell`. Panics if the
+    /// arguments are inconsistent.
     pub fn new(
         rank: usize,
         members: Vec<usize>,
@@ -99,10 +97,7 @@ impl Mesh {
 
     /// Builds a mesh like [`Mesh::new`], with any number of streams to each index (none to this rank). A message is
     /// divided into chunks, and each chunk goes to the first stream with room. Both ends must have the same number of
-    /// streams in the same order.
-    ///
-    /// # Panics
-    /// If the arguments are inconsistent.
+    /// streams in the same order. Panics if the arguments are inconsistent.
     pub fn bundled(
         rank: usize,
         members: Vec<usize>,
@@ -115,10 +110,8 @@ impl Mesh {
     }
 
     /// Builds a mesh like [`Mesh::bundled`], but the first run with messages for a member opens the streams of an empty
-    /// bundle. Both ends of a pair run the same operation, so both open the streams in it.
-    ///
-    /// # Panics
-    /// If the arguments are inconsistent.
+    /// bundle. Both ends of a pair run the same operation, so both open the streams in it. Panics if the arguments are
+    /// inconsistent.
     pub fn on_demand(
         rank: usize,
         members: Vec<usize>,
@@ -194,10 +187,7 @@ impl Mesh {
 
     /// Exchanges messages like [`Mesh::exchange`], with a peer whose operation may be visible elsewhere, for example in
     /// shared memory. While no bytes move, `elsewhere` is asked for the text of a peer's operation that differs from
-    /// this one.
-    ///
-    /// # Errors
-    /// The errors of [`Mesh::exchange`].
+    /// this one. Returns the errors of [`Mesh::exchange`].
     pub fn exchange_unless(
         &mut self,
         cx: &OpContext<'_>,
@@ -208,10 +198,8 @@ impl Mesh {
         self.run_listed(cx, Step::default(), sends, recvs, elsewhere)
     }
 
-    /// Exchanges messages like [`Mesh::exchange`], as one of several exchanges in an operation.
-    ///
-    /// # Errors
-    /// The errors of [`Mesh::exchange`].
+    /// Exchanges messages like [`Mesh::exchange`], as one of several exchanges in an operation. Returns the errors of
+    /// [`Mesh::exchange`].
     pub fn exchange_step(
         &mut self,
         cx: &OpContext<'_>,
@@ -260,10 +248,7 @@ impl Mesh {
         outcome
     }
 
-    /// Sends and receives all messages of a plan.
-    ///
-    /// # Errors
-    /// The errors of [`Mesh::exchange`].
+    /// Sends and receives all messages of a plan. Returns the errors of [`Mesh::exchange`].
     pub fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
         let mut messages = std::mem::take(&mut self.messages);
         let outcome = self.run_with(cx, plan, &mut messages);
