@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua import config, conflicting_packages, cuda, extension, group, launcher, log, require_torch
-from bagua.commands import all_reduce_check, machine, tables
+from bagua.commands import all_reduce_check, machine_limits, tables
 from bagua.errors import BaguaError
 from bagua.metrics.server import why_not_local
 
@@ -48,10 +48,10 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     problems = _Problems()
     found: dict[str, Any] = {
         "versions": _versions(),
-        "machine": machine.machine(),
+        "machine": machine_limits.machine(),
         "transports": _transports(problems),
         # Read before the trial or anything else can raise them.
-        "limits": machine.limits(),
+        "limits": machine_limits.limits(),
         "settings": _settings(problems),
     }
     place = _place(problems)
@@ -101,7 +101,7 @@ def _versions() -> dict[str, str | None]:
 
 def _transports(problems: _Problems) -> dict[str, Any]:
     found = {}
-    for name, (available, why) in (("shm", machine.shm()), ("tcp", machine.tcp())):
+    for name, (available, why) in (("shm", machine_limits.shm()), ("tcp", machine_limits.tcp())):
         if not available:
             problems.add(f"transport {name}", why, "check the restrictions of the kernel or the container")
         elif name == "shm" and config.text("BAGUA_TRANSPORT") == "tcp":
@@ -190,7 +190,7 @@ def _network(place: launcher.RankInfo | None, problems: _Problems) -> dict[str, 
     except (BaguaError, ValueError) as error:
         problems.add("network", error, "set MASTER_ADDR to an address of rank 0's host that this host can reach")
     interface = None if address is None else log.interface_of(address)
-    mtu = None if interface is None else machine.mtu_of(interface)
+    mtu = None if interface is None else machine_limits.mtu_of(interface)
     return {"interface": interface, "address": address, "mtu": mtu}
 
 
@@ -209,7 +209,7 @@ def _check_limits(place: launcher.RankInfo | None, problems: _Problems) -> None:
         streams = 2
     peers = 1 if place is None else max(1, place.world_size - 1)
     needed = _FILES + peers * (1 + _LANES * streams)
-    allowed = machine.hard_limit_of_files()
+    allowed = machine_limits.hard_limit_of_files()
     if allowed is not None and allowed < needed:
         problems.add(
             "open files",
