@@ -15,9 +15,14 @@ from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint
 
 bagua.init_process_group()
 torch.manual_seed(bagua.get_rank())
-model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 64),
+    torch.nn.ReLU(),
+    torch.nn.Linear(64, 1),
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model = model.with_bagua([optimizer], bytegrad.ByteGradAlgorithm(hierarchical=False))
+algorithm = bytegrad.ByteGradAlgorithm(hierarchical=False)
+model = model.with_bagua([optimizer], algorithm)
 for _ in range(100):
     x = torch.randn(32, 8)
     optimizer.zero_grad()
@@ -26,14 +31,16 @@ for _ in range(100):
     optimizer.step()
 
 # All ranks save and load together, in one folder that all of them see.
-folder = bagua.communication.broadcast_object(tempfile.mkdtemp() if bagua.get_rank() == 0 else "")
+folder = tempfile.mkdtemp() if bagua.get_rank() == 0 else ""
+folder = bagua.communication.broadcast_object(folder)
 save_checkpoint(100, os.path.join(folder, "run"), model, optimizer)
 assert load_checkpoint(os.path.join(folder, "run"), model, optimizer) == 100
 
 mean = loss.detach().clone()
 bagua.allreduce_inplace(mean, op=bagua.ReduceOp.AVG)
-weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-print(f"rank {bagua.get_rank()}: loss {mean.item():.4f}, weights {weights.sum().item():.6f}")
+weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+total = weights.sum().item()
+print(f"rank {bagua.get_rank()}: loss {mean.item():.4f}, weights {total:.6f}")
 bagua.barrier()
 if bagua.get_rank() == 0:
     shutil.rmtree(folder)
