@@ -42,7 +42,7 @@ struct Membership {
     name: String,
     /// Equal on all members, and different for every group.
     id: u64,
-    /// Number that distinguishes this view of the world group from others in message headers.
+    /// Random number in message headers that distinguishes this world group from earlier and later ones.
     epoch: u32,
     /// Group ranks on each host, ascending. Hosts are in the order of their first ranks.
     hosts: Vec<Vec<usize>>,

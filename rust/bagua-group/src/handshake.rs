@@ -135,7 +135,7 @@ pub(super) struct Hello {
     pub(super) channel: u32,
     /// Distinguishes connections with the same purpose and channel.
     pub(super) index: u32,
-    /// Incarnation of the job: the first bytes of the digest of all addresses.
+    /// Distinguishes this job from earlier and later ones: the first bytes of the digest of all addresses.
     pub(super) job: [u8; 8],
 }
 

@@ -276,7 +276,7 @@ impl Shape {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
-    /// Number of the group's incarnation. A message of a group that was built earlier or later is a mismatch.
+    /// Random number of the world group. A message of a group that was built earlier or later is a mismatch.
     pub epoch: u32,
     /// Number of the lane in the group. Each engine has its own lane.
     pub lane: u32,
@@ -381,8 +381,8 @@ impl std::fmt::Display for Fingerprint {
         }
         let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
         write!(f, "{hierarchical}")?;
-        // Flight records and traces call a lane a channel. The first lane is the group's own. The number of an epoch is
-        // left out, because users do not know it.
+        // Flight records and traces call a lane a channel. The first lane is the group's own. The epoch is left out,
+        // because users do not know it.
         if self.lane > 0 {
             write!(f, " (channel {})", self.lane)?;
         }

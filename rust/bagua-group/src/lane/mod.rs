@@ -44,7 +44,7 @@ pub struct Lane {
     health: Arc<GroupHealth>,
     /// Counters of the group.
     stats: Arc<Stats>,
-    /// Number of the group's view, for fingerprints.
+    /// Random number of the world group, for fingerprints.
     epoch: u32,
     /// Number of this lane in the group, for fingerprints.
     number: u32,
