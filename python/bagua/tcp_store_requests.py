@@ -29,7 +29,7 @@ def ask(request: Callable[[], _T], limit: float, look: Callable[[], object] = la
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
     until = time.monotonic() + limit
     # A daemon thread, so that the process can end even if the server never answers.
-    threading.Thread(target=_make, args=(request, answers), name="bagua-store", daemon=True).start()
+    threading.Thread(target=_answer, args=(request, answers), name="bagua-store", daemon=True).start()
     while True:
         left = until - time.monotonic()
         try:
@@ -45,7 +45,7 @@ def ask(request: Callable[[], _T], limit: float, look: Callable[[], object] = la
             return found
 
 
-def _make(request: Callable[[], Any], answers: queue.SimpleQueue[tuple[Any, BaseException | None]]) -> None:
+def _answer(request: Callable[[], Any], answers: queue.SimpleQueue[tuple[Any, BaseException | None]]) -> None:
     try:
         answers.put((request(), None))
     except BaseException as failure:

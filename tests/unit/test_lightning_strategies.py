@@ -111,12 +111,12 @@ def test_qadam_takes_one_of_its_optimizers_and_one_scheduler() -> None:
     def optimizer() -> QAdamOptimizer:
         return QAdamOptimizer([torch.nn.Parameter(torch.zeros(2))])
 
-    assert algorithm_options.make("qadam", {}, [optimizer()], 1) is not None
+    assert algorithm_options.make_algorithm("qadam", {}, [optimizer()], 1) is not None
     for optimizers, schedulers in (([], 0), ([optimizer(), optimizer()], 0), ([optimizer()], 2)):
         with pytest.raises(
             algorithm_options.Refused, match="Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler"
         ):
-            algorithm_options.make("qadam", {}, optimizers, schedulers)
+            algorithm_options.make_algorithm("qadam", {}, optimizers, schedulers)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

@@ -56,7 +56,7 @@ class CompressingAggregation(Aggregation):
     def _combine(self, chosen: Sequence[int], gradients: Gradients, op: str, denom: Denominator) -> None:
         """Aggregates the gradients of some parameters (by index), and replaces them in the list ``gradients``."""
 
-    def _begin(self, gradients: Gradients) -> None:
+    def _begin_step(self, gradients: Gradients) -> None:
         """Prepares for a step. Called once, before all parameters are aggregated."""
 
     def agg_model(self, by_layer: bool = False) -> Closure:
@@ -100,7 +100,7 @@ class CompressingAggregation(Aggregation):
         if len(gradients) != len(self.parameters):
             raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
         results = list(gradients)
-        self._begin(results)
+        self._begin_step(results)
         everything = range(len(results))
         for chosen in [[index] for index in everything] if by_layer else [list(everything)]:
             if chosen:

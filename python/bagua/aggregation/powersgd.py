@@ -122,7 +122,7 @@ class PowerAggregation(CompressingAggregation):
         parameter = self.parameters[index]
         return parameter.dim() > 1 and parameter.numel() > 0
 
-    def _begin(self, gradients: Gradients) -> None:
+    def _begin_step(self, gradients: Gradients) -> None:
         """Draws a Q for every matrix that needs one. All ranks draw the same, because they draw in the same order."""
         matrices = [index for index in range(len(self.parameters)) if self._is_matrix(index)]
         cold = [index for index in matrices if not self.reuse_query or _degenerate(self.queries[index])]

@@ -94,7 +94,7 @@ class _Backend(c10d.Backend):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        return c10d.Backend.Options("bagua", self._of()._timeout)
+        return c10d.Backend.Options("bagua", self._require_group()._timeout)
 
     @property
     def supports_splitting(self) -> bool:
@@ -108,9 +108,9 @@ class _Backend(c10d.Backend):  # type: ignore[misc]
 
     def comm_split_count(self) -> int:
         """Returns the number of operations, with which torch names a split group without a description."""
-        return int(self._of()._get_sequence_number_for_group())
+        return int(self._require_group()._get_sequence_number_for_group())
 
-    def _of(self) -> Any:
+    def _require_group(self) -> Any:
         group = self._group()
         if group is None:
             raise RuntimeError("the process group of this backend has been destroyed")
@@ -121,7 +121,7 @@ def _forward(verb: str) -> Callable[..., Any]:
     name = _NEWER.get(verb, verb)
 
     def call(self: _Backend, *args: Any, **kwargs: Any) -> Any:
-        return from_dispatcher(getattr(self._of(), name), *args, **kwargs)
+        return from_dispatcher(getattr(self._require_group(), name), *args, **kwargs)
 
     call.__name__ = verb
     return call

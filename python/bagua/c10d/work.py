@@ -43,7 +43,7 @@ class _Threads(Record):
     def __init__(self) -> None:
         self._reset()
         # Runs after the exit hook that leaves the groups, which is registered later, when the first group joins.
-        at_exit(self._end)
+        at_exit(self._wait_for_calls)
 
     def _reset(self) -> None:
         #: Calls that no thread has taken yet.
@@ -57,12 +57,12 @@ class _Threads(Record):
         if self._idle.acquire(blocking=False):
             return
         try:
-            threading.Thread(target=self._run, name="bagua-future", daemon=True).start()
+            threading.Thread(target=self._serve_calls, name="bagua-future", daemon=True).start()
         except RuntimeError:
             # The system has no thread left, or the interpreter is exiting, when Python 3.12 starts none.
             self._call_next()
 
-    def _run(self) -> None:
+    def _serve_calls(self) -> None:
         while True:
             self._call_next()
             self._idle.release()
@@ -74,7 +74,7 @@ class _Threads(Record):
         finally:
             self._calls.task_done()
 
-    def _end(self) -> None:
+    def _wait_for_calls(self) -> None:
         """Waits until all calls have returned, so that the interpreter does not end threads in a continuation."""
         ended = self._calls.all_tasks_done
         with ended:

@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks to start on this host (default: 2)")
     parser.add_argument("--sizes", default="4K,1M,16M", metavar="LIST", help="sizes in bytes (default: 4K,1M,16M)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_bench)
 
 
 def sizes_of(text: str) -> list[int]:
@@ -67,7 +67,7 @@ def sizes_of(text: str) -> list[int]:
     return found
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_bench(options: argparse.Namespace) -> int:
     sizes = sizes_of(options.sizes)
     if importlib.util.find_spec("torch") is None:
         raise ImportError('bagua bench needs torch, to compare with its gloo: pip install "torch>=2.5"')

@@ -34,10 +34,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--all", action="store_true", help="also show settings that have their defaults")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-trial", action="store_true", help="skip the trial all_reduce of two processes")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_doctor)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_doctor(options: argparse.Namespace) -> int:
     found = examine(with_trial=not options.no_trial)
     tables.show(json.dumps(found, indent=2, allow_nan=False) if options.json else _text(found, options.all))
     return 1 if found["problems"] else 0

@@ -64,10 +64,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print each reading as one line of JSON")
     parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="address at which a rank serves its metrics")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_top)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_top(options: argparse.Namespace) -> int:
     endpoints = options.endpoints
     for endpoint in endpoints:
         host, _, port = endpoint.rpartition(":")

@@ -95,7 +95,7 @@ class _Runner:
             _say(str(error))
             return 1
         finally:
-            self._end()
+            self._end_ranks()
             if book is not None:
                 book.stop()
 
@@ -150,7 +150,7 @@ class _Runner:
         _say(f"{what}: restart {rank.restarts} of {most} in {self._options.restart_delay} s")
         return True
 
-    def _end(self) -> None:
+    def _end_ranks(self) -> None:
         """Sends SIGTERM to all ranks, and SIGKILL after the grace period or at another signal that ends the runner."""
         running = [rank.process for rank in self._ranks if rank.process is not None and _code(rank.process) is None]
         for process in running:

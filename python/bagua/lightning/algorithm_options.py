@@ -10,7 +10,7 @@ from torch import Tensor, device, nn, optim, zeros
 
 from bagua import hints
 
-__all__ = ["QADAM", "Refused", "check", "check_device", "make", "needs_optimizers"]
+__all__ = ["QADAM", "Refused", "check", "check_device", "make_algorithm", "needs_optimizers"]
 
 #: The error text for qadam with another optimizer, exactly as in Lightning 1.9.
 QADAM = "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
@@ -53,7 +53,9 @@ def check(algorithm: Any, options: Mapping[str, Any]) -> None:
         raise Refused(f"algorithm {algorithm!r}: {wrong}") from wrong
 
 
-def make(algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.Optimizer], schedulers: int = 0) -> Any:
+def make_algorithm(
+    algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.Optimizer], schedulers: int = 0
+) -> Any:
     """Returns the ``Algorithm``. Raises :class:`Refused` with :data:`QADAM` if qadam does not get its own optimizer."""
     from bagua.torch_api.algorithms import Algorithm
 

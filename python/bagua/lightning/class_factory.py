@@ -10,10 +10,10 @@ from .environment import EnvironmentMethods
 from .fabric_strategy import FabricStrategyMethods
 from .trainer_strategy import StrategyMethods
 
-__all__ = ["make"]
+__all__ = ["make_classes"]
 
 
-def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any]:
+def make_classes(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any]:
     """Makes the environment, the strategies of the Trainer and of Fabric, and a callback, and registers the
     strategies.
 

@@ -1,7 +1,7 @@
 """The classes for the namespace `lightning`."""
 
-from .class_factory import make
+from .class_factory import make_classes
 
-BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CompressGradients = make(
+BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CompressGradients = make_classes(
     __name__, "lightning.pytorch", "lightning.fabric"
 )

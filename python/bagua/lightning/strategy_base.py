@@ -62,7 +62,7 @@ class CommonMethods(_Base):  # type: ignore[misc]
 
     def _wrapped(self, module: Any, optimizers: Sequence[torch.optim.Optimizer], schedulers: int = 0) -> Any:
         with self._refusing():
-            algorithm = algorithm_options.make(self._algorithm, self._bagua_kwargs, optimizers, schedulers)
+            algorithm = algorithm_options.make_algorithm(self._algorithm, self._bagua_kwargs, optimizers, schedulers)
         return ddp_wrapper.wrap(module, optimizers, algorithm, **self._wrapping)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:

@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known.error(str(error))
     commands = [_command(options, hosts, node_rank, carried) for node_rank in range(len(hosts))]
     with Signals(signal.SIGCHLD, *_ENDING) as signals:
-        return _run(hosts, commands, signals)
+        return _run_on_hosts(hosts, commands, signals)
 
 
-def _run(hosts: Sequence[tuple[str, int]], commands: Sequence[str], signals: Signals) -> int:
+def _run_on_hosts(hosts: Sequence[tuple[str, int]], commands: Sequence[str], signals: Signals) -> int:
     """Runs one command per host over ssh, until all have ended or one has failed."""
     connections: list[subprocess.Popen[bytes]] = []
     try:
@@ -75,10 +75,10 @@ def _run(hosts: Sequence[tuple[str, int]], commands: Sequence[str], signals: Sig
         print(f"baguarun: cannot start ssh: {error}", file=sys.stderr)
         return 1
     finally:
-        _end(connections, signals)
+        _end_connections(connections, signals)
 
 
-def _end(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> None:
+def _end_connections(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> None:
     """Closes the launchers' standard input. After the grace period, or at another signal, kills the connections."""
     for connection in connections:
         assert connection.stdin is not None

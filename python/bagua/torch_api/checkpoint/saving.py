@@ -64,7 +64,7 @@ def save_checkpoint(
             _require_safe(content, "")
 
     ranks.together("collect their state", collect)
-    ranks.first_only("begin a checkpoint", lambda: _begin(path, final, folder))
+    ranks.first_only("begin a checkpoint", lambda: _begin_saving(path, final, folder))
     ranks.together("write a checkpoint", lambda: _write_all(files))
     ranks.first_only("finish a checkpoint", lambda: _finish(path, final, folder, iteration))
 
@@ -120,7 +120,7 @@ def _require_safe(value: Any, where: str) -> None:
         )
 
 
-def _begin(path: Path, final: Path, folder: Path) -> None:
+def _begin_saving(path: Path, final: Path, folder: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     replaced = final.with_name(final.name + REPLACED)
     if replaced.exists():

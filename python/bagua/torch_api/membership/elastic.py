@@ -130,7 +130,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         return neutral.join(0, 1, spread, local_rank=0, local_world_size=1, secret=secret, timeout=chosen.timeout)
 
     while True:
-        answers = _look(book, own, rank, world_size)
+        answers = _ask_servers(book, own, rank, world_size)
         left = max(until - time.monotonic(), 0.001)
         start = _start(book, rank, own, answers, world_size, host)
         if start is not None:
@@ -170,7 +170,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                 )
             )
             # The other ranks may have written their entries in the meantime.
-            _look(book, own, rank, world_size)
+            _ask_servers(book, own, rank, world_size)
             break
         if any(answer["in_job"] for answer in answers.values()):
             group = alone()
@@ -198,7 +198,9 @@ def _status(own: extension.JoinServer, rank: int, entry: dict[str, Any] | None) 
         return None
 
 
-def _look(book: _AddressBook, own: extension.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
+def _ask_servers(
+    book: _AddressBook, own: extension.JoinServer, own_rank: int, world_size: int
+) -> dict[int, dict[str, Any]]:
     """Returns the answers of the other ranks' servers, by rank, and tells their addresses to the own server."""
     answers = {}
     for rank in range(world_size):

@@ -60,7 +60,7 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
     return any(callable(each) for each in (*args[1:], kwargs.get("closure")))
 
 
-def _begin(engines: Sequence[Follower], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _begin_step(engines: Sequence[Follower], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     has_closure = _has_closure(args, kwargs)
     notified = [engine for engine in engines if engine.before_optimizer(optimizer, has_closure=has_closure)]
     return (args, _StepArguments(notified, kwargs)) if notified else None
@@ -71,7 +71,7 @@ def follow_given(engine: Follower, optimizers: Sequence[torch.optim.Optimizer]) 
     this = weakref.ref(engine)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        return None if (engine := this()) is None else _begin([engine], optimizer, args, kwargs)
+        return None if (engine := this()) is None else _begin_step([engine], optimizer, args, kwargs)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if (engine := this()) is not None:
@@ -105,7 +105,7 @@ def _engines_of_other(optimizer: torch.optim.Optimizer) -> list[Follower]:
 # Not compiled, like torch's own hooks around a step.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    return _begin(_engines_of_other(optimizer), optimizer, args, kwargs)
+    return _begin_step(_engines_of_other(optimizer), optimizer, args, kwargs)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -95,8 +95,10 @@ def _try(optimizer: optim.Optimizer, group: dict[str, Any]) -> None:
     ]
     try:
         with torch.random.fork_rng(cuda):
-            apart = _run(optimizer, group, start, grads, devices[0])
-            whole = _run(optimizer, group, [torch.cat(start)], [[torch.cat(grad)] for grad in grads], devices[0])
+            apart = _run_updates(optimizer, group, start, grads, devices[0])
+            whole = _run_updates(
+                optimizer, group, [torch.cat(start)], [[torch.cat(grad)] for grad in grads], devices[0]
+            )
     except Exception as failure:
         raise ValueError(f"{tried}its step raised {type(failure).__name__}: {failure}") from failure
     if not torch.equal(torch.cat(apart), whole[0]):
@@ -106,7 +108,7 @@ def _try(optimizer: optim.Optimizer, group: dict[str, Any]) -> None:
         )
 
 
-def _run(
+def _run_updates(
     optimizer: optim.Optimizer,
     group: dict[str, Any],
     start: list[torch.Tensor],
