@@ -1,4 +1,4 @@
-"""What asynchronous model averaging gains beside a slow rank, and what it costs beside an equal one.
+"""The gain of asynchronous model averaging with a slow rank, and its cost with an equal one.
 
     python benchmarks/asynchronous.py --csv out
     python benchmarks/asynchronous.py --parts cost --rounds 20

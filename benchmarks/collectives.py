@@ -62,13 +62,13 @@ class Batch(NamedTuple):
     processors: list[tuple[int, int]]
 
     def shared(self) -> bool:
-        """Whether two ranks were on one processor before or after the batch while another one was free."""
+        """Returns True if two ranks shared a processor before or after the batch while another processor was free."""
         processors = len(os.sched_getaffinity(0))
         return any(len(set(side)) < min(len(side), processors) for side in zip(*self.processors, strict=True))
 
 
 class Way(NamedTuple):
-    """What the ranks do between two batches."""
+    """The behaviour of the ranks between two batches."""
 
     #: Seconds of sleep; None: they meet at a barrier that spins.
     pause: float | None = PAUSE

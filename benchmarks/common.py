@@ -85,7 +85,7 @@ class Barrier:
         time.sleep(max(0.0, last + self.START - time.monotonic()))
 
     def spin(self) -> None:
-        """As :meth:`wait`, without a sleep. It yields the processor between looks, so that it also ends with more ranks
+        """Like :meth:`wait`, without a sleep. Yields the processor between checks, so that it also ends with more ranks
         than cores.
         """
         self._arrive(os.sched_yield)

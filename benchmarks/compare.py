@@ -100,7 +100,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def verdict(low: float, high: float, starts: Sequence[float]) -> str:
-    """Whether the ratio is within the tolerance, above it in every start, or neither is certain."""
+    """Says if the ratio is within the tolerance, above it in every start, or neither is certain."""
     if high <= 1 + TOLERANCE:
         return "faster" if high < 1 - TOLERANCE else "within 3 %"
     return "SLOWER" if min(low, *starts) > 1 + TOLERANCE else "undecided"

@@ -149,7 +149,7 @@ def codec(options: dict[str, Any], device: Device) -> None:
 
 
 def goals(what: str, chunk: int) -> dict[str, float]:
-    """What a codec on a GPU has to reach."""
+    """Returns the goals of a codec on a GPU."""
     found = {"goal": 0.8 if what == "decode" or chunk <= 16 * MIB else 0.45}
     if chunk in AGAINST_TORCH:
         found |= {"goal_eager": 5.0, "goal_compile": 1.5}

@@ -1,4 +1,4 @@
-"""Whether an elastic job learns as well when a rank of it is killed every few seconds.
+"""The loss and accuracy of an elastic job when one of its ranks is killed every few seconds.
 
     python benchmarks/kills.py --csv out
     python benchmarks/kills.py --seconds 600 --every 2 --seed 3

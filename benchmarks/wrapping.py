@@ -27,7 +27,7 @@ FIGURES = ("cpu_s", "wall_s", "gc_s")
 
 
 def contenders() -> dict[str, Callable[[Any, Any], Any]]:
-    """What wraps a model, given an optimizer, by name."""
+    """Returns functions, by name, that wrap a model, given its optimizer."""
     from torch.nn.parallel import DistributedDataParallel
 
     import bagua.torch_api as api

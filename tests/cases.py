@@ -24,12 +24,12 @@ PARTS = ("quick", "slow")
 
 
 def is_slow(case: Callable[..., object]) -> bool:
-    """Whether a case has the marker, as a test has it."""
+    """Returns True if a case has the marker ``slow``."""
     return any(mark.name == "slow" for mark in getattr(case, "pytestmark", []))
 
 
 def is_run(case: Callable[..., object]) -> bool:
-    """Whether this rank runs it."""
+    """Returns True if this rank runs the case."""
     return os.environ.get(PART) in (None, PARTS[is_slow(case)])
 
 

@@ -32,7 +32,7 @@ def _temporary_files_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _is_large(parameters: dict[str, Any]) -> bool:
-    """Whether a test runs on more than two ranks or on pretended hosts; tests name these parameters alike."""
+    """Returns True if a test runs on more than two ranks or on simulated hosts, by the names of its parameters."""
     ranks = [parameters.get("size"), parameters.get("layout")]
     hosts = [parameters.get("hosts"), *(ranks[1:] if not isinstance(ranks[1], int) else [])]
     options = parameters.get("options")

@@ -60,7 +60,7 @@ _COMMON: list[str] = []
 
 
 class _Request(NamedTuple):
-    """What a fork is to do."""
+    """The work for a fork."""
 
     #: A module, a function of it, and the arguments.
     function: tuple[str, str, tuple[Any, ...]]
@@ -96,7 +96,7 @@ class Fork:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, but waits."""
+        """Waits for the process, and returns its exit code like `poll`."""
         if self.returncode is None:
             if not select.select([self._pipe], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)

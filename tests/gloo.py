@@ -41,7 +41,7 @@ def wait_for_threads() -> None:
 
 
 def arguments(script: Path) -> list[str]:
-    """What Python runs a file with that uses gloo alone."""
+    """Returns the arguments for Python to run a file that uses gloo alone."""
     return [str(Path(__file__)), str(script)]
 
 

@@ -1,4 +1,4 @@
-"""What tests ask about processes that they, or their ranks, have started."""
+"""Questions about processes that tests, or their ranks, have started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.waits import until
 
 
 def stat_of(pid: int) -> list[str] | None:
-    """What the kernel says of a process, its state, its parent and more; `None` where there is none.
+    """Returns the kernel's status of a process: its state, its parent and more. `None` if there is no such process.
 
     It may end between the opening of the file and the reading, which then says that there is no such process.
     """
@@ -19,7 +19,7 @@ def stat_of(pid: int) -> list[str] | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie, which only waits for whoever adopted it."""
+    """Returns True if the process exists and is not a zombie, which only waits for its parent."""
     stat = stat_of(pid)
     return stat is not None and stat[0] not in "ZX"
 

@@ -98,7 +98,7 @@ class World:
 
     @contextlib.contextmanager
     def running(self, function: Callable[..., Any], *args: Any) -> Iterator[Run]:
-        """As `run`, for a caller that does something to the ranks meanwhile. None is left when this ends."""
+        """Like `run`, for a caller that does something to the ranks meanwhile. No rank is left when this ends."""
         with tempfile.TemporaryDirectory(prefix="bagua-world-") as folder, free_port() as port:
             call = Path(folder, "call")
             module = sys.modules[function.__module__]
@@ -218,12 +218,12 @@ class Run:
         return [_result(self._call.with_name(f"result{rank}")) for rank in range(self._world.size)]
 
     def output(self) -> list[str]:
-        """What each rank has printed."""
+        """Returns the output of each rank."""
         return [_text(self._call.with_name(f"output{rank}")) for rank in range(self._world.size)]
 
 
 def make_world(size: int, **options: Any) -> World:
-    """What the fixture `world` is."""
+    """Creates the world of the fixture `world`."""
     return World(size, **options)
 
 
@@ -243,7 +243,7 @@ def free_port(ports: range = _PORTS, count: int = 1) -> Iterator[int]:
 
 
 def _hold(port: int, held: contextlib.ExitStack) -> bool:
-    """Whether the port is free; then no other run gets it before `held` is closed."""
+    """Returns True if the port is free. No other run gets the port before `held` is closed."""
     lock = os.open(_LOCKS / str(port), os.O_WRONLY | os.O_CREAT)
     held.callback(os.close, lock)
     try:

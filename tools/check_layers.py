@@ -83,7 +83,7 @@ class Violation(NamedTuple):
 
 
 def allowed(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a path matches one of the patterns."""
+    """Returns True if a path matches one of the patterns."""
     return any(fnmatch(path, pattern) for pattern in patterns)
 
 
@@ -302,7 +302,7 @@ def check_python(root: Path) -> Iterator[Violation]:
 
 
 def keeps_state(node: ast.AST) -> bool:
-    """Whether a node rebinds a module's name, or installs a hook that runs at a fork or at the end of the process."""
+    """Returns True if a node rebinds a module's name, or installs a hook for a fork or the end of the process."""
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
         return name.split(".")[-1] in ("register_at_fork", "register_after_fork") or name == "atexit.register"
@@ -310,7 +310,7 @@ def keeps_state(node: ast.AST) -> bool:
 
 
 def reads_environment(node: ast.AST, names: list[str]) -> bool:
-    """Whether a node names the environment of the process."""
+    """Returns True if a node names the environment of the process."""
     words = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
     if isinstance(node, ast.Attribute):
         return isinstance(node.value, ast.Name) and node.value.id in ("os", "posix") and node.attr in words

@@ -28,5 +28,5 @@ class _Plugin(Plugin):
 
 
 def plugin(version: str) -> type[Plugin]:
-    """What mypy asks for."""
+    """The entry point that mypy calls."""
     return _Plugin

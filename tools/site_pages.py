@@ -81,7 +81,7 @@ def linked_files(document: Path) -> Iterable[Path]:
 
 
 def _in_site(path: Path) -> str:
-    """Where a file of the repository is in the site."""
+    """Returns the path of a repository file in the site."""
     inside = path.relative_to(ROOT).as_posix()
     return inside.removeprefix("docs/") if inside.startswith("docs/") else f"{_ELSEWHERE}/{inside}"
 

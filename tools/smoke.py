@@ -1,4 +1,4 @@
-"""What two ranks of an installed wheel must be able to do, each program in processes of its own."""
+"""Programs that two ranks of an installed wheel must be able to run, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def run(python: Path) -> list[str]:
 
 
 def two_ranks(python: Path, program: Program) -> list[str]:
-    """What went wrong in a program; empty when nothing did."""
+    """Returns the problems of a program on two ranks. Empty if there are none."""
     with tempfile.TemporaryDirectory() as folder:
         # A file in the folder instead of a port, so that no other process can take it.
         code = _BEGINNING + program.code.replace("bagua.init(", f"bagua.init(init_method='file://{folder}/rendezvous'")

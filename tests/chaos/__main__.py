@@ -153,7 +153,7 @@ def main() -> int:
 
 
 def is_clean(row: dict[str, Any]) -> bool:
-    """Whether nothing was left behind."""
+    """Returns True if nothing was left behind."""
     return row.get("left_behind", "nothing") == "nothing"
 
 

@@ -1,4 +1,4 @@
-"""What a rank does while a fault happens. Adding an action is adding a class or a verb to a table here.
+"""The actions of a rank during which a fault happens. To add an action, add a class or a verb to a table here.
 
 An action checks its own results against what they must be. Sums of small whole numbers are exact in float32, so there
 is nothing to allow for.
@@ -61,14 +61,14 @@ class Action:
         self.rank, self.size, self.folder = rank, size, folder
 
     def begin(self) -> None:
-        """What comes before the moment from which a fault may happen."""
+        """Runs the part of the action during which no fault may happen yet."""
 
     def once(self, step: int) -> None:
         """Does it, and checks the result."""
         raise NotImplementedError
 
     def result(self) -> str:
-        """What all ranks must have alike in the end."""
+        """Returns text that must be equal on all ranks at the end."""
         return ""
 
     def end(self) -> None:
@@ -80,7 +80,7 @@ class Action:
 
 
 def given(rank: int, step: int, count: int) -> np.ndarray[Any, Any]:
-    """What a rank contributes to a step."""
+    """Returns the values that a rank contributes to a step."""
     return (np.arange(count) % 11 + 3 * rank + step % 5).astype(np.float32)
 
 

@@ -177,10 +177,10 @@ def _goes_on(stage: RunningCell, fault: Fault, row: Row, at: float) -> None:
 
 
 def last(stage: RunningCell, rank: int) -> dict[str, Any] | None:
-    """What a rank said last about who takes part."""
+    """Returns the last message of a rank about the ranks that take part."""
     return next(reversed(stage.all_said(rank, "ranks")), None)
 
 
 def all_in(stage: RunningCell, ranks: list[int], expected: list[int]) -> bool:
-    """Whether these ranks say that the expected ones take part."""
+    """Returns True if these ranks report that exactly the expected ranks take part."""
     return all((words := last(stage, rank)) is not None and words["ranks"] == expected for rank in ranks)

@@ -68,7 +68,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """What became of a cell."""
+    """The outcome of a cell."""
 
     cell: Cell
     #: Seconds from the fault to the error, of each rank that raised; of a rank that goes on, until it has rebuilt.
@@ -103,7 +103,7 @@ class RunningCell:
         return next(iter(self.all_said(rank, what)), None)
 
     def goes_on(self) -> bool:
-        """Whether all ranks went on working after a fault that may go unnoticed."""
+        """Returns True if all ranks continued after a fault that may go unnoticed."""
         return self.before is not None and all(
             now >= then + 5 for now, then in zip(self.steps(), self.before, strict=True)
         )

@@ -1,4 +1,4 @@
-"""What happens to a rank or to a line, and whom an error may name then. Adding a fault is adding a class here."""
+"""Faults of a rank or a line, and the ranks that an error may then name. To add a fault, add a class here."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class OnTheNetwork(Fault):
     on_the_network = True
 
     def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
-        """What happens on which line."""
+        """Returns what happens to packets on each line."""
         raise NotImplementedError
 
     def strike(self, stage: RunningCell) -> float:
@@ -138,7 +138,7 @@ class OneLine(OnTheNetwork):
 
 
 class OneWayLoss(OneLine):
-    """What a host sends to one other host is lost; what comes from there arrives."""
+    """Drops all packets from one host to one other host. Packets in the other direction arrive."""
 
     name = "one-way loss"
 

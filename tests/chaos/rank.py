@@ -56,7 +56,7 @@ def held() -> set[str]:
 
 
 def left_behind(before: set[str]) -> list[str]:
-    """What there is beyond what there was, once no more goes."""
+    """Returns the resources held in addition to ``before``, once no more of them disappear."""
     until = time.monotonic() + GOES_WITHIN
     while True:
         more = held() - before
@@ -133,5 +133,5 @@ def named(error: Exception) -> list[int]:
 
 
 def nothing(rank: int) -> None:
-    """What the first world does, so that torch is imported before any time is taken."""
+    """The work of the first world, which imports torch before any time is measured."""
     os._exit(0)

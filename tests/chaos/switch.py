@@ -57,7 +57,7 @@ def _make_host(address: str) -> tuple[int, int]:
 
 
 class Line:
-    """What happens to packets from one host to another."""
+    """The rules for packets from one host to another."""
 
     def __init__(
         self, drop: bool = False, delay: float = 0.0, rate: float = 0.0, corrupt: str = "", longest: int = 0
@@ -104,7 +104,7 @@ class Line:
 
 
 def _checksum(packet: bytes, start: int) -> int:
-    """Of a TCP segment over IPv4 (RFC 9293, 3.1)."""
+    """Returns the checksum of a TCP segment over IPv4 (RFC 9293, 3.1)."""
     segment = packet[start:]
     covered = packet[12:20] + struct.pack("!HH", 6, len(segment)) + segment + b"\0" * (len(segment) % 2)
     total = sum(struct.unpack(f"!{len(covered) // 2}H", covered))

@@ -17,7 +17,7 @@ SIZES = (1000, 1, 4099)
 
 
 def held(dtype: Any) -> np.dtype[Any]:
-    """What NumPy holds elements as: bfloat16 as integers."""
+    """Returns the NumPy dtype that holds the elements: integers for bfloat16."""
     return np.dtype(np.uint16 if isinstance(dtype, str) and dtype == "bfloat16" else dtype)
 
 

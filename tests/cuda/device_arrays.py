@@ -85,14 +85,14 @@ class Cuda:
         return found
 
     def order(self, before: int, after: int) -> None:
-        """What `after` gets from now on waits for what `before` has."""
+        """Makes work that `after` gets from now on wait for the work that `before` has."""
         event = self.driver.event()
         self.driver.cuEventRecord(event, before)
         self.driver.cuStreamWaitEvent(after, event, 0)
         self.driver.cuEventDestroy_v2(event)
 
     def late(self, stream: int) -> Gate:
-        """What the stream gets from now on does not begin before the gate is opened.
+        """Makes work that the stream gets from now on wait until the gate is opened.
 
         On the simulated driver it begins when a call waits for it, gate or not.
         """

@@ -22,11 +22,11 @@ class Driver:
 
     @property
     def simulated(self) -> bool:
-        """Whether this is the simulated driver, whose work begins when a call waits for it."""
+        """Returns True for the simulated driver, whose work begins when a call waits for it."""
         return hasattr(self.library, "simLibrary")
 
     def code(self, name: str, *arguments: Any) -> int:
-        """What a call returns. Integers are passed in 64 bits, which every integer parameter can be read from."""
+        """Calls a function and returns its code. Passes integers in 64 bits, which suit every integer parameter."""
         passed = [ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments]
         return int(getattr(self.library, name)(*passed))
 
@@ -38,7 +38,7 @@ class Driver:
         return call
 
     def get(self, name: str, *arguments: Any, kind: Any = ctypes.c_int64, first: bool = True) -> Any:
-        """What a call writes through its first (or last) parameter."""
+        """Calls a function and returns the value that it writes through its first (or last) parameter."""
         value = kind(0)
         place = ctypes.byref(value)
         getattr(self, name)(*((place, *arguments) if first else (*arguments, place)))

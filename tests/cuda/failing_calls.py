@@ -56,7 +56,7 @@ def only(rank: int, **variables: object) -> Callable[[int], dict[str, str]]:
 
 
 def run(ranks: Ranks, size: int, function: Any, *arguments: Any, each: Any = None, **variables: object) -> list[Any]:
-    """As `ranks`, with variables of each rank; the reports may have faults, but the ranks must end by themselves."""
+    """Like `ranks`, with variables for each rank. The reports may have faults, but the ranks must end on their own."""
     base = {
         "BAGUA_CUDA_COLLECTIVE": "staged",
         "BAGUA_LIBCUDA": str(ranks.library),

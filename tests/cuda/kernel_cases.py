@@ -1,4 +1,4 @@
-"""What kernels compute, bit for bit: against the core's codecs, and against the core's rules written in NumPy.
+"""Kernels compared bit for bit with the core's codecs, and with the core's rules written in NumPy.
 
 Each function checks one case. `python -m tests.cuda.kernel_cases LIBRARY` checks a selection on a library of kernels,
 for the sanitizers: this module is run in a process in which they are loaded first.
@@ -34,7 +34,7 @@ HALVES = ("f16", "bf16")
 
 
 def widened(name: str, held: Array) -> Array:
-    """What elements are computed in: halves as float32, with the bits of their NaNs, made quiet."""
+    """Returns elements in the type in which kernels compute: halves as float32, with the bits of NaNs, made quiet."""
     if name == "bf16":
         return (held.astype(np.uint32) << 16).view(np.float32)
     if name != "f16":

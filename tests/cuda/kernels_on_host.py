@@ -53,7 +53,7 @@ def placed(values: Array, offset: int = 0) -> Bytes:
 
 
 def is_untouched_before(array: Bytes) -> bool:
-    """Whether nothing has been written in front of what `room` returned."""
+    """Returns True if nothing was written in front of the memory that `room` returned."""
     base = array.base
     return base is None or bool(np.all(base[: base.size - array.size] == UNWRITTEN))
 

@@ -129,7 +129,7 @@ class OnDevice(Ranks):
             self.output = world.output
 
     def __call__(self, size: int, function: Function, *arguments: Any, clean: bool = True, **options: Any) -> list[Any]:
-        """Whether a rank left something behind is not known: the driver does not report it."""
+        """Runs the function on all ranks. This driver does not report if a rank left something behind."""
         with self.world(size, **options) as world:
             return world.run(function, *arguments)
 
@@ -156,7 +156,7 @@ def ended(driver: Path, size: int, function: Function, *arguments: Any, **option
 
 @contextmanager
 def arrays() -> Iterator[dict[str, Any]]:
-    """What a scenario on arrays may take, in no group."""
+    """Yields the objects that a scenario on arrays may take, without a group."""
     cuda = Cuda()
     yield {"cuda": cuda}
     cuda.close()
@@ -164,7 +164,7 @@ def arrays() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def grouped() -> Iterator[dict[str, Any]]:
-    """What a scenario on arrays may take, in the group of all ranks; a scenario may leave that itself."""
+    """Like `arrays`, in the group of all ranks, which the scenario may leave."""
     with arrays() as made:
         yield made | {"group": bagua.init()}
         bagua.shutdown()

@@ -73,7 +73,7 @@ class Averaged:
 
 
 def values_of(rank: int, dtype: Any, step: int = 0) -> np.ndarray[Any, Any]:
-    """Of bfloat16 as integers."""
+    """Returns the values of a rank, as integers for bfloat16."""
     drawn = np.random.default_rng((rank, step)).standard_normal(COUNT) * 2.0 ** (step % 3)
     drawn[:3] = 1e8, -0.0, 2.0**-24
     return narrowed("bf16", drawn) if dtype == "bfloat16" else drawn.astype(dtype)

@@ -47,7 +47,7 @@ def step(tensors: Tensors, values: Any, name: str, stream: int = LEGACY) -> byte
 
 
 def on_the_device() -> dict[str, Any]:
-    """What the group says of it."""
+    """Returns the statistics that the group has about its CUDA device."""
     stats = groups.default(required=True).stats()["cuda"]
     assert isinstance(stats, dict)
     return stats
@@ -106,7 +106,7 @@ def test_ranks_on_devices_and_on_the_host_combine_the_same_bucket(ranks: Ranks) 
 
 @device_rank
 def automatic(rank: int, cuda: Cuda) -> tuple[str | None, bytes]:
-    """Whether an automatic operation keeps the codec, and the values that it left last."""
+    """Returns the codec that an automatic operation keeps, and the last values that it left."""
     stream = cuda.stream()
     tensors = Tensors(cuda, "auto", sizes=(1001,), stream=stream)
     tensors.raw.append_automatic(extension.Codec("minmax_u8", {}), True, False)

@@ -76,7 +76,7 @@ def compiled(tmp_path: Path) -> Compile:
 
 
 def run(program: str, *arguments: object, **variables: object) -> str:
-    """What a program prints, with these BAGUA_LIB variables and no others."""
+    """Returns the output of a program that has these BAGUA_LIB variables and no others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BAGUA_LIB")}
     ended = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],

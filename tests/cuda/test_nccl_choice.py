@@ -17,7 +17,7 @@ ONES = np.ones(1000, np.float32)
 
 
 def chosen(rank: int, own_device: bool) -> tuple[str, Any]:
-    """What the first all_reduce raises, or what was chosen; the group goes on by `staged` after a refusal."""
+    """Returns the error of the first all_reduce, and the choice. After a refusal the group continues with `staged`."""
     cuda, group = Cuda(device=rank if own_device else 0), bagua.init()
     x = cuda.array(ONES)
     found = ""

@@ -21,7 +21,7 @@ class Collective(NamedTuple):
     exact: bool
 
     def check(self, found: list[Found], dtype: str) -> None:
-        """What is particular to a collective."""
+        """Checks the properties that only this collective has."""
         assert len({each.digest for each in found}) == 1
         for _, stats in found:
             assert stats["collective"] == self.name

@@ -1,4 +1,4 @@
-"""What every collective of device memory promises: each verb does on device arrays what it does on host arrays.
+"""The contract of every collective of device memory: each verb does on device arrays what it does on host arrays.
 
 Bit for bit, or near where NCCL adds in an order of its own and rounds averages before the sum; then equal on all ranks.
 """
@@ -51,7 +51,7 @@ def bits(array: Array) -> bytes:
 
 
 def near(found: Array, expected: Array, exact: bool) -> None:
-    """As the host's: bit for bit, or to a few units of the last place."""
+    """Checks a result against the host's: bit for bit if `exact`, or else to a few units of the last place."""
     assert found.dtype == expected.dtype
     if exact or found.dtype.kind not in "fc":
         assert bits(found) == bits(expected)
@@ -112,7 +112,7 @@ def reductions(cuda: Cuda, group: bagua.Group, dtype: str, exact: bool) -> bytes
 
 
 class Found(NamedTuple):
-    """What a rank has in the end: a digest of results that are equal on all ranks, and the group's statistics."""
+    """The end of a rank: a digest of results that are equal on all ranks, and the group's statistics."""
 
     digest: str
     stats: dict[str, Any]

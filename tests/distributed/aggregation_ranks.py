@@ -93,7 +93,7 @@ def assert_is_mean(result: torch.Tensor, everybody: torch.Tensor) -> None:
 
 
 def assert_close(result: torch.Tensor | None, expected: torch.Tensor, rtol: float = 1e-6, atol: float = 1e-5) -> None:
-    """As ``torch.testing.assert_close``, which takes each rank seconds to import."""
+    """Does what ``torch.testing.assert_close`` does, whose import takes each rank seconds."""
     assert result is not None
     assert result.shape == expected.shape
     assert bool(((result - expected).abs() <= atol + rtol * expected.abs()).all()), (result, expected)

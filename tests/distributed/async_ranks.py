@@ -1,4 +1,4 @@
-"""What the tests of asynchronous averaging share: models whose gradients do not depend on the weights, and waits."""
+"""Helpers for tests of asynchronous averaging: models whose gradients do not depend on the weights, and waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS: tuple[Layout, ...] = (2, 3, 4, "2+1", "1+1+1")
 
 
 class Slopes(torch.nn.Module):
-    """Its output is linear in the weights: every step has the same direction, wherever the weights are."""
+    """A model that is linear in its weights, so that every step has the same direction for any weights."""
 
     def __init__(self, *dtypes: torch.dtype, count: int = 37) -> None:
         super().__init__()

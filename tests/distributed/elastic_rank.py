@@ -48,7 +48,7 @@ def join() -> None:
 
 
 def attempt(work: Any) -> Any:
-    """What it returns, or the class and text of its exception."""
+    """Returns the result of ``work``, or the class and text of its exception."""
     try:
         return work()
     except Exception as error:

@@ -73,7 +73,7 @@ class FrontEnd:
         return "; ".join(self.lacks[need] for need in sorted(needs) if need in self.lacks)
 
     def is_slow(self, name: str, row_is: bool) -> bool:
-        """Whether `make test` does not train this row by it."""
+        """Returns True if `make test` does not train this row with the front end."""
         return row_is or (self.quick is not None and name not in self.quick)
 
 

@@ -50,7 +50,7 @@ def needs_backend_class(why: str) -> Callable[[_C], _C]:
 
 
 def is_left_out(case: Callable[..., Any]) -> bool:
-    """Whether this case does not run with this torch."""
+    """Returns True if this case does not run with the installed torch."""
     return (case.__module__, case.__name__) in _reasons
 
 

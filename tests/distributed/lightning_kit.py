@@ -137,7 +137,7 @@ def make_model(base: Any) -> Any:
             return self.network(batch[0]).argmax(1)
 
         def configure_optimizers(self) -> Any:
-            """As asked for."""
+            """Returns the optimizer that the test asked for."""
             parameters = self.parameters()
             if self.optimizer == "adam":
                 return torch.optim.Adam(parameters, lr=0.01)

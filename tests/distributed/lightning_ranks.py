@@ -1,4 +1,4 @@
-"""What two ranks do for test_lightning.py: many cases in one world, as importing Lightning takes seconds."""
+"""The cases of test_lightning.py. Two ranks run many of them in one world, as importing Lightning takes seconds."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def calls() -> int:
 
 
 def is_equal(tensor: torch.Tensor, tolerance: float = 0.0) -> bool:
-    """Whether the ranks agree."""
+    """Returns True if the ranks have the same values."""
     both = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(both, tensor)
     return float((both[0] - both[1]).abs().max()) <= tolerance
@@ -295,7 +295,7 @@ def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> No
         return trainer.strategy.model.bagua_algorithm.stats()["state"]
 
     class Watch(kit.pl.Callback):  # type: ignore[misc, name-defined]
-        """What the averaging is doing in validation."""
+        """Records the state of the averaging during validation."""
 
         def __init__(self) -> None:
             self.ranks: list[Any] = []

@@ -39,12 +39,12 @@ def listen(path: Path) -> None:
 
 
 def is_tcp(frame: bytes) -> bool:
-    """Whether a frame has a segment of TCP over IPv4."""
+    """Returns True if a frame has a segment of TCP over IPv4."""
     return int.from_bytes(frame[12:14], "big") == IPV4 and frame[14 + 9] == TCP
 
 
 def streams(frames: list[bytes]) -> dict[Flow, bytes]:
-    """What each end of each connection sent, in order. AssertionError for a gap: the listener was too slow."""
+    """Returns the bytes that each end of each connection sent. Raises AssertionError if the listener was too slow."""
     starts: dict[Flow, int] = {}
     pieces: dict[Flow, dict[int, bytes]] = defaultdict(dict)
     for frame in frames:

@@ -42,7 +42,7 @@ def rounds(model: Any) -> int:
 
 
 def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As the core adds: inside hosts first, in rank order, in float32; divided once."""
+    """Returns the mean as the core computes it: inside hosts first, in rank order, in float32, divided once."""
     added = []
     for host in hosts():
         total = values[host[0]].float()

@@ -82,7 +82,7 @@ class AllRanks:
         self.t = 0
 
     def gradients(self, rank: int, steps: Sequence[int]) -> list[torch.Tensor]:
-        """Those of one rank, accumulated over the batches of ``steps``."""
+        """Returns the gradients of one rank, accumulated over the batches of ``steps``."""
         self.adam.zero_grad()
         for step in steps:
             loss_of(self.model, rank, step).backward()

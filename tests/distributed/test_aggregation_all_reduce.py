@@ -286,7 +286,7 @@ def a9_without_horovod_the_horovod_class_works_over_the_engine(rank: int) -> Non
 
 
 class Horovod(types.ModuleType):
-    """What an aggregation uses of ``horovod.torch``, over the engine."""
+    """The part of ``horovod.torch`` that an aggregation uses, over the engine."""
 
     Sum, Average, Min, Max = "Sum", "Average", "Min", "Max"
 

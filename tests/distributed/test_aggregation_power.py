@@ -117,7 +117,7 @@ def a14_rank_is_bounded_and_a_mean_of_that_rank_is_recovered_in_one_step(rank: i
 
 
 def smallest_seen(mean: torch.Tensor, query: torch.Tensor | None, rank: int) -> float:
-    """What of a mean of this rank the weakest direction of P shows.
+    """Returns how much of a rank's mean the weakest direction of P shows.
 
     Rounding errors of P are as large as the ranks' gradients ask for, and grow by how much smaller this is: no
     algorithm that rounds P to the gradients' type does better. For these draws that is a factor of 10 to 1000.

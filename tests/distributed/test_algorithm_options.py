@@ -37,7 +37,7 @@ class Row(NamedTuple):
     other_kind: type[Algorithm] | None = None
 
     def said(self) -> list[str]:
-        """What the error says of both."""
+        """Returns the texts that the error must contain."""
         kinds = [] if self.other_kind is None else [self.kind, self.other_kind]
         names = [name for name, each in GlobalAlgorithmRegistry.items() if each["algorithm"] in kinds]
         assert len(names) == len(kinds)

@@ -1,4 +1,4 @@
-"""What holds for all algorithms: switching, resuming, several models; each joins in the table."""
+"""Behaviour of all algorithms: switching, resuming, several models. Each algorithm is a row of the table."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def averages_now(model: torch.nn.Module) -> bool:
-    """Whether the weights change at any moment, on one rank a little before the others."""
+    """Returns True if the weights may change at any moment, on one rank a little before the others."""
     stats = getattr(model.bagua_algorithm, "stats", None)
     return stats is not None and stats()["state"] == "running"
 

@@ -261,7 +261,7 @@ def synchronize_makes_ranks_equal_at_once_or_names_who_never_called(rank: int) -
 
 
 class Wrapper(torch.nn.Module):
-    """As DDP-like wrappers hold a model."""
+    """A wrapper that holds a model as ``inner``, like wrappers similar to DDP."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

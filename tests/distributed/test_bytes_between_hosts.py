@@ -106,7 +106,7 @@ def of_every_row(rank: int) -> dict[str, tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, tuple[int, int, int]]]:
-    """What each of two ranks on two hosts found, in one world for all rows."""
+    """Returns the results of two ranks on two hosts, which run all rows in one world."""
     found: list[dict[str, tuple[int, int, int]]] = make_world(2, hosts=[[0], [1]], env=ENVIRONMENT, timeout=120.0).run(
         of_every_row
     )

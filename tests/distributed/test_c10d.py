@@ -37,7 +37,7 @@ BIG = 8 << 20
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, so that no type has to round."""
+    """Returns the values that a rank contributes: small whole numbers, so that no type has to round."""
     generator = torch.Generator().manual_seed(31 * rank + sum(shape))
     return torch.randint(1, 4, shape, generator=generator).to(dtype)
 

@@ -43,7 +43,7 @@ class Rank:
         self._rest = b""
 
     def answer(self) -> Any:
-        """Its next line."""
+        """Returns the next line of the process."""
         assert self.process.stdout is not None
         selector = selectors.DefaultSelector()
         selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -68,7 +68,7 @@ class Rank:
         return self.answer()
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Its state, once that holds."""
+        """Waits until ``holds`` returns True for the state of the process. Returns that state."""
         deadline = time.monotonic() + PATIENCE
         while True:
             state: dict[str, Any] = self.ask("state")

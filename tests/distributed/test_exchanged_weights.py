@@ -1,4 +1,4 @@
-"""What holds for the algorithms whose weights travel in every step: each joins by a row, with its simulation."""
+"""Behaviour of the algorithms that exchange weights in every step. Each algorithm is a row with its simulation."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def record_of(error: bagua.BaguaError) -> str:
 
 
 def merge(capsys: pytest.CaptureFixture[str], files: list[str], out: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """What the command prints, and the events that it writes."""
+    """Runs the command. Returns the lines that it prints, and the events that it writes."""
     assert cli.main(["trace", "merge", *files, "--out", str(out)]) == 0
     events = json.loads(out.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"X"}

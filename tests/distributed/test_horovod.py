@@ -23,7 +23,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, low: int = 0) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, so that no dtype has to round."""
+    """Returns the values that a rank contributes: small whole numbers, so that no dtype has to round."""
     generator = torch.Generator().manual_seed(100 * rank + sum(shape))
     return torch.randint(low, 4, shape, generator=generator).to(dtype)
 

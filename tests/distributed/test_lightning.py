@@ -42,7 +42,7 @@ def each_of(table: Table) -> pytest.MarkDecorator:
 
 @functools.cache
 def of_part(slow: bool) -> list[dict[str, Any]]:
-    """What both ranks found. Runs once for all tests of a part."""
+    """Returns the results of both ranks. Runs once for all tests of a part."""
     parts = [[name for name in table if table[name] == slow] for table in (TRAININGS, ROWS_OF_FABRIC, CHECKS)]
     found: list[dict[str, Any]] = World(2, timeout=280.0).run(run, "lightning", *parts)
     return found

@@ -47,7 +47,7 @@ class Hosts:
             raise OSError(f"ip {' '.join(arguments)}: {shown.stderr.strip()}")
 
     def inside(self, host: int) -> tuple[str, ...]:
-        """What precedes a command that runs on a host."""
+        """Returns the words in front of a command that runs on a host."""
         return self.ip, "netns", "exec", self.names[host]
 
     def namespace(self, host: int) -> str:

@@ -39,7 +39,7 @@ class Calls:
         self._called.set()
 
     def wait(self) -> list[str]:
-        """What each call got, after the first."""
+        """Waits for the first call. Returns the error that each call got."""
         assert self._called.wait(60)
         return [kind(error) for error in self.errors]
 

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks: it is noticed in time, named, and leaves nothing behind."""
+"""Failures between ranks: they are noticed in time, name a rank, and leave nothing behind."""
 
 from __future__ import annotations
 

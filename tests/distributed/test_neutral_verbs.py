@@ -40,7 +40,7 @@ class OtherOp(IntEnum):
 
 
 def data(seed: int, shape: int | tuple[int, ...], dtype: str, world: int) -> list[np.ndarray]:
-    """What every rank contributes: each rank computes all of them, and so knows what must come out."""
+    """Returns the values of every rank. Each rank computes all of them, and so knows the expected result."""
     made = []
     for rank in range(world):
         random = np.random.default_rng([seed, rank])

@@ -74,7 +74,7 @@ def test_a_frozen_peer_is_a_lost_peer_for_every_wait_beside_a_busy_thread(world:
 
 
 def affinity_after_a_wait(rank: int) -> tuple[bool, set[int], set[int], set[int]]:
-    """Whether the mask changed while the main thread of rank 1 waited; the mask before, after, and of a new thread."""
+    """Returns True if the mask changed while rank 1 waited; then the masks before, after, and of a new thread."""
     group = bagua.init(timeout=60)
     before = os.sched_getaffinity(0)
     processes = group.all_gather(np.array([os.getpid()]))

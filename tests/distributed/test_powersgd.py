@@ -81,7 +81,7 @@ def wrapped(
 
 
 def averages(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is in ``param.grad`` after a backward."""
+    """Returns each ``param.grad`` after a backward."""
     model.zero_grad()
     model(given).backward()
     return {name: param.grad.detach().clone() for name, param in model.named_parameters() if param.grad is not None}

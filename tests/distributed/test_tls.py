@@ -92,7 +92,7 @@ REASONS = [
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[list[tuple[str, float]]]]:
-    """What came of each reason. All wait at once for the whole time to connect."""
+    """Returns the outcome for each reason. All worlds wait at the same time, for the whole time to connect."""
     folder = tmp_path_factory.mktemp("refusals")
     found = {}
     with ThreadPoolExecutor(len(REASONS)) as threads:

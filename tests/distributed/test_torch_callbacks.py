@@ -14,7 +14,7 @@ from tests.distributed.torch_ranks import cases_in, each_case
 
 
 def future_of(handle: Handle | None, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """As docs/how-to/embedding.md says."""
+    """Returns a future of a handle, as docs/how-to/embedding.md describes."""
     assert handle is not None
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     handle.then(lambda error: future.set_result(result) if error is None else future.set_exception(error))

@@ -28,7 +28,7 @@ COMBINE: dict[ReduceOp, Callable[..., Any]] = {
 
 
 def data(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank contributes; small whole numbers, so that no type has to round."""
+    """Returns the values that a rank contributes: small whole numbers, so that no type has to round."""
     generator = torch.Generator().manual_seed(31 * rank + count)
     if dtype.is_complex:
         parts = torch.randint(0, 4, (2, count), generator=generator).double()

@@ -44,7 +44,7 @@ class Product(torch.nn.Module):
 
 
 def inputs(dtype: torch.dtype, step: int) -> list[torch.Tensor]:
-    """What each rank's weight is multiplied by."""
+    """Returns the factors of each rank's weight."""
     return [
         torch.randn(2, 3, dtype=dtype, generator=torch.Generator().manual_seed(10 * rank + step))
         for rank in range(bagua.get_world_size())

@@ -1,5 +1,5 @@
-"""What torch and a user can do to the memory of gradients and weights, by every algorithm: the training goes on as if
-it had not been done, or an error names the parameter.
+"""Changes that torch or a user may make to the memory of gradients and weights, with every algorithm. The training must
+continue as if nothing had changed, or an error must name the parameter.
 
 A cell of the table is an algorithm and something that is done after the backward, twice: before a step that gets its
 gradients accumulated into the old ones, and before one that gets new ones. With gradient_allreduce the outcome is
@@ -136,7 +136,7 @@ def setups() -> list[Setup]:
 
 @dataclass
 class Change:
-    """What is done to a model, and what comes of it."""
+    """A change of a model's memory, and its expected effect."""
 
     name: str
     act: Callable[[Any], None]
@@ -218,7 +218,7 @@ def negated_twice(grad: torch.Tensor) -> None:
 
 
 def views_of_one_flat_tensor(model: nn.Module) -> None:
-    """As FSDP and fused optimizers keep parameters."""
+    """Makes all parameters views of one flat tensor, as FSDP and fused optimizers do."""
     flat = torch.cat([param.detach().flatten() for param in model.parameters()])
     offset = 0
     for param in model.parameters():

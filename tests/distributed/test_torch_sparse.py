@@ -84,7 +84,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def bits(parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What must be the same on all ranks."""
+    """Yields the tensors that must be the same on all ranks."""
     for parameter in parameters:
         grad = gradient(parameter)
         yield from (grad.indices(), grad.values()) if grad.is_sparse else (grad,)
@@ -372,7 +372,7 @@ def one_backward(kind: type[torch.nn.Module], mistaken: bool) -> None:
 
 
 def failing(rank: int, kind: type[torch.nn.Module]) -> tuple[type[Exception], str]:
-    """What rank 1's mistake raises on this rank."""
+    """Returns the exception that a mistake of rank 1 raises on this rank."""
     torch.set_num_threads(1)
     bagua.init_process_group()
     with pytest.raises((BaguaError, NotImplementedError)) as failure:

@@ -36,7 +36,7 @@ def run(folder: Path, *arguments: str) -> dict[str, torch.Tensor]:
 
 
 def logs(folder: Path) -> dict[str, str]:
-    """What each rank printed, by "attempt_0/0/stderr.log" and so on."""
+    """Returns the output of each rank, by "attempt_0/0/stderr.log" and so on."""
     found = {}
     for path in (folder / "logs").rglob("*.log"):
         found["/".join(path.parts[-3:])] = path.read_text()

@@ -1,4 +1,4 @@
-"""Where weights travel: which optimizers they wait for, backwards that raise, and models that are collected."""
+"""Algorithms that exchange weights: optimizers they wait for, backwards that raise, and models that are collected."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def backward(model: Any, rank: int, step: int) -> None:
 
 
 def is_communicated(model: Any) -> bool:
-    """Whether nothing has changed the weights since the last exchange."""
+    """Returns True if nothing has changed the weights since the last exchange."""
     weights = model.bagua_algorithm.state_dict().get("weight")
     if weights is None:
         return same_everywhere(*model.parameters())

@@ -43,7 +43,7 @@ def run_cases(rank: int, cases: Sequence[Case], begin: Case | None = None) -> di
 
 
 def run_module(rank: int, path: str, module: str) -> dict[str, str]:
-    """As :func:`run_cases`, with the cases of a module, after its `begin` if it has one."""
+    """Like :func:`run_cases`, for the cases of a module. Calls the module's `begin` first if it has one."""
     found = load(path, module)
     return run_cases(rank, found.CASES, getattr(found, "begin", None))
 

@@ -30,7 +30,7 @@ def branching() -> nn.Module:
 
 
 class Buffered(nn.Module):
-    """Its buffers differ between ranks at first, and one is a new tensor in each forward."""
+    """A model with buffers that differ between ranks at first. One buffer is a new tensor in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Tied(nn.Module):
 
 
 class Breaks(torch.autograd.Function):
-    """Its backward raises."""
+    """A function whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,7 @@ class Row:
     left_out: str = ""
 
     def of(self, front_end: FrontEnd) -> dict[int, Variant]:
-        """Those that the front end offers, by number."""
+        """Returns the variants that the front end offers, by number."""
         return {at: each for at, each in enumerate(self.variants) if not front_end.why_not(each.needed())}
 
 
@@ -577,7 +577,7 @@ def train_rows(front_end: FrontEnd, rank: int, names: list[str]) -> dict[str, di
 
 
 def compare(front_end: FrontEnd, name: str, found: Any, expected: Any, exact: bool) -> None:
-    """What a rank found must be what it found with the reference: bit for bit, or near."""
+    """Checks that a rank found the same as with the reference: bit for bit, or nearly."""
     assert isinstance(expected, dict), expected
     assert isinstance(found, dict), found
     assert list(found) == list(ROWS[name].of(front_end))

@@ -38,7 +38,7 @@ class Net(torch.nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """What a rank trains on in a step: the same wherever it is made."""
+    """Returns the batch of a rank in a step, the same on every rank that computes it."""
     return torch.from_numpy(np.random.default_rng([rank, step]).standard_normal((1, 6)).astype(np.float32))
 
 
@@ -72,7 +72,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
 
 
 def is_mode_of(mode: str, hierarchical: bool) -> bool:
-    """Whether the ranks, or the hosts, are as many as a mode of peer selection needs."""
+    """Returns True if a mode of peer selection works with this number of ranks, or of hosts."""
     members = len(hosts()) if hierarchical else bagua_torch.get_world_size()
     return mode != "shift_one" or members == 1 or members % 2 == 0
 

@@ -57,7 +57,7 @@ class Suite:
 
 
 def suites() -> list[Suite]:
-    """Those that run at once, longest first."""
+    """Returns the suites that run at the same time, longest first."""
     here = "tests/gpu/"
     large = "hundred_million"
     gradients = "gradient or bytegrad or qadam"
@@ -77,7 +77,7 @@ def suites() -> list[Suite]:
 
 
 def alone() -> list[Suite]:
-    """Those that run by themselves, in the end."""
+    """Returns the suites that run alone, at the end."""
     files = ["tests/gpu/test_torch.py", "tests/gpu/test_staged.py"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.kernels"]
     return [Suite("time", files, 80, ALONE), Suite("sanitizer", sanitizer, 90, command=True)]
@@ -134,7 +134,7 @@ def run(suite: Suite, folder: Path, until: float) -> None:
 
 
 def command_ended(suite: Suite, code: int, said: str) -> None:
-    """What compute-sanitizer's end means."""
+    """Interprets the end of compute-sanitizer."""
     if "Device not supported" in said or "not supported" in said.lower().split("========= error summary")[0]:
         suite.note = "skipped: compute-sanitizer does not support this device or machine"
         return
@@ -178,7 +178,7 @@ def descendants(parent: int) -> set[int]:
 
 
 def machine() -> str:
-    """What it ran on, in one line."""
+    """Describes the machine and its software in one line."""
     asks = (
         "try:\n  import torch; t = torch.__version__\nexcept ImportError: t = 'absent'\n"
         "import bagua.cuda, platform; i = bagua.cuda.info(); d = i['devices'][0]\n"

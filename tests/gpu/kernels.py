@@ -55,7 +55,7 @@ class DeviceKernels(Kernels):
         self._used = 0
 
     def room(self, size: int, offset: int = 0) -> Bytes:
-        """As `kernels_on_host.room`. Starts again at the front when the memory is used up."""
+        """Like `kernels_on_host.room`. Starts again at the front when the memory is used up."""
         total = (offset + size + 15) // 16 * 16
         if self._used + total > self._memory.size:
             self._used = 0

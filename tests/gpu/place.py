@@ -1,4 +1,4 @@
-"""Whether the machine has a GPU for the tests of this folder."""
+"""Finds out if the machine has a GPU for the tests of this folder."""
 
 from __future__ import annotations
 

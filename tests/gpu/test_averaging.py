@@ -15,7 +15,7 @@ from tests.gpu.torch_ranks import in_torch
 
 
 class Slopes(nn.Module):
-    """Its output is linear in the weights: every step has the same direction, wherever the weights are."""
+    """A model that is linear in its weights, so that every step has the same direction for any weights."""
 
     def __init__(self) -> None:
         super().__init__()

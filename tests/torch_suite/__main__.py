@@ -29,7 +29,7 @@ def not_passed() -> dict[str, str]:
 
 
 def outcomes(backend: str, folder: Path, tests: list[str] | None = None, ranks: int = 3) -> dict[str, dict[str, Any]]:
-    """What each test came to, by name, see suite.py. RuntimeError when the tests could not be run."""
+    """Returns the outcome of each test by name, see suite.py. Raises RuntimeError if the tests could not be run."""
     output, log = folder / f"{backend}.jsonl", folder / f"{backend}.log"
     command = [sys.executable, "-m", "tests.torch_suite.suite", backend, str(output), "--ranks", str(ranks)]
     command += ["--tests", *tests] if tests else []

@@ -17,7 +17,7 @@ pytest.importorskip("mypy", reason="mypy is not installed: make setup")
 
 
 def check(file: Path) -> list[str]:
-    """What mypy --strict says about the file, installed package and all."""
+    """Returns the messages of mypy --strict about the file, with the installed package."""
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--config-file=", str(file)]
     shown = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     assert shown.returncode in (0, 1), shown.stdout + shown.stderr

@@ -1,4 +1,4 @@
-"""What users write, type-checked but never run."""
+"""Code as users write it, type-checked but never run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users must not get past a type checker: every line that is wrong says which error it expects."""
+"""Mistakes that a type checker must find. Every wrong line says which error it expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an aggregation is without other ranks: names, constructors, packing, Gram-Schmidt, subclasses."""
+"""Aggregations without other ranks: names, constructors, packing, Gram-Schmidt, subclasses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a17_zero_dependent_and_surplus_columns_become_zero() -> None:
 
 
 class Doubling(Aggregation):
-    """What a user writes: only ``_agg``."""
+    """An aggregation as a user writes it, with only ``_agg``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What counts as an array, and what its memory is."""
+"""Objects that count as arrays, and their memory."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def backward(model: torch.nn.Module, step: int) -> None:
 
 
 def gradients(model: torch.nn.Module, step: int) -> None:
-    """As :func:`backward` would leave them, for less: a new tensor where there is none, else added in place."""
+    """Sets gradients like :func:`backward`, but faster: a new tensor if there is none, or else added in place."""
     for i, param in enumerate(model.parameters()):
         grad = torch.cos(param.detach() * (step + 1) + i)
         if param.grad is None:

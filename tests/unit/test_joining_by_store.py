@@ -126,7 +126,7 @@ def work_and_leave(groups: list[group.Group]) -> None:
 
 
 def announced(store: Any, host: str, port: int) -> None:
-    """What a rank 0 leaves in the store."""
+    """Writes to the store what a rank 0 would leave there."""
     store_rendezvous._Entries(store, "init", PATIENCE).announce(
         store_rendezvous._Server(host, port, f"token of {port}")
     )

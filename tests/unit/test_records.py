@@ -1,4 +1,4 @@
-"""Where flight records are written in a temporary directory in which every user may make folders and links."""
+"""The place of flight records in a temporary directory in which every user may make folders and links."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ INTEGERS = [dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.i
 
 
 def tensor(device: str, layout: Any) -> Any:
-    """What the checks read of a tensor, on devices that this machine need not have."""
+    """Returns an object with the attributes that the checks read, for devices that this machine need not have."""
     return SimpleNamespace(device=torch.device(device), layout=layout)
 
 

@@ -1,4 +1,4 @@
-"""What BAGUA_TLS and its files may be: everything else is a ValueError before anything is sent."""
+"""Valid values of BAGUA_TLS and its files. Everything else is a ValueError before anything is sent."""
 
 from __future__ import annotations
 
