@@ -408,8 +408,8 @@ class Communicator:
         `count` elements of type `dtype` (a code in `DTYPES`) are the whole tensor for all_reduce, reduce and broadcast,
         and one rank's shard for the other verbs. `src` and `dst` are addresses. Without `src` the verb works in place
         at `dst`, where shard r starts at element r * count. Otherwise all_gather and gather (on its root) write n *
-        count elements, scatter (on its root) and reduce_scatter read n * count, and all_to_all does both. `dst` may be
-        None if this rank receives nothing. `op` is a code in `OPS`, and `root` a rank of the group; verbs without an
+        count elements, scatter (on its root) and reduce_scatter read n * count, and all_to_all does both. If this rank
+        receives nothing, `dst` may be None. `op` is a code in `OPS`, and `root` a rank of the group; verbs without an
         operation or a root ignore them. With `async_op`, returns a handle, and `keep` is held until the handle is done.
 
         With `place` the addresses are on a device. The verb runs on the communication thread, and `keep` is held until
@@ -436,8 +436,8 @@ class Communicator:
         """
     def subgroup(self, /, ranks: SupportsGetItem[int, SupportsIndex], name: str) -> Communicator | None:
         """
-        Returns the group of some members, given as ranks of this group: rank r of the new group is `ranks[r]`. Returns
-        None if this rank is not a member. Members call this in the same order, with the same ranks and name.
+        Returns the group of some members, given as ranks of this group: rank r of the new group is `ranks[r]`. If this
+        rank is not a member, returns None. Members call this in the same order, with the same ranks and name.
         """
     @property
     def timeout(self, /) -> float:
