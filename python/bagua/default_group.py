@@ -31,7 +31,7 @@ __all__ = [
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
-# A Group to type checkers: methods of an instance have no `self`, like the functions below.
+# Type checkers take the class for an instance, whose methods have no `self`, like the functions below.
 _GROUP = cast("group.Group", group.Group)
 
 

@@ -33,7 +33,7 @@ _Spread = Callable[[bytes, bytes], list[bytes]]
 # Seconds between two attempts at an address that does not answer: the first pause, and the longest.
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
-# Seconds that the store's answer may come after the end of its own wait.
+# Seconds by which the store's answer may be late after its own timeout.
 _GRACE = 0.5
 
 

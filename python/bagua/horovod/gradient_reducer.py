@@ -56,7 +56,7 @@ class GradientReducer:
         self._passes = passes
 
     def watch(self, params: Sequence[torch.Tensor]) -> None:
-        """Adds the parameters that need gradients and are not watched yet, in units of their own behind the others."""
+        """Adds parameters that need gradients and are not watched yet. They form new units behind the existing ones."""
         new: list[Any] = [param for param in params if param.requires_grad and param not in self._unit_of]
         for param in new:
             what = f"the gradient of {self._called(param)}"

@@ -92,7 +92,7 @@ class FlatMemory:
     """The memory of a flattened bucket."""
 
     def __init__(self, own: torch.Tensor) -> None:
-        #: Flat and dense. Never given to a user.
+        #: The memory as a flat, dense tensor. Users get another tensor over it: :meth:`shown`.
         self.own = own
         self._shown = over(own)
         #: Shapes of slices, so that equal shapes are one object. A bucket of many tensors has few shapes.

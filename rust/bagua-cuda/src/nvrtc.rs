@@ -133,7 +133,7 @@ fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    // SAFETY: the signature is NVRTC's.
+    // SAFETY: the type is that of NVRTC's function.
     let text: Option<unsafe extern "C" fn(Code) -> *const c_char> = unsafe { library.find(c"nvrtcGetErrorString") };
     // SAFETY: any number is allowed.
     let said = text.map(|text| unsafe { text(code) }).filter(|said| !said.is_null());

@@ -56,7 +56,7 @@ pub(super) async fn serve<S: Service, T>(
     until: impl Future<Output = T>,
 ) -> (T, JoinSet<()>) {
     let Listener { fork_fds: _fork_fds, tcp, unix } = listener;
-    // Both fail only while the runtime shuts down.
+    // These conversions fail only while the runtime shuts down.
     let tcp = TcpListener::from_std(tcp).ok();
     let unix = unix.and_then(|unix| UnixListener::from_std(unix).ok());
     let mut connections = JoinSet::new();

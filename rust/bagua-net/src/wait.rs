@@ -13,7 +13,7 @@ use crate::sync::{AtomicU32, Instant, futex};
 /// its deadline again. After an abort, every wait therefore ends within this time even if nobody wakes it.
 pub const SLICE: Duration = Duration::from_millis(20);
 
-/// Number of ranks per processor up to which every rank checks once per [`SLICE`]. Beyond that, less often.
+/// Up to this number of ranks per processor, every rank checks once per [`SLICE`]. With more ranks, checks are rarer.
 const CROWD: usize = 32;
 
 /// The longest slice as a multiple of [`SLICE`].

@@ -47,7 +47,7 @@ def _is_in_use(grad: torch.Tensor) -> bool:
     That is one that autograd still reads in this backward, or the gradient of another parameter, as after ``a.view(-1)
     + b.view(-1)``.
     """
-    # The tensor and the Python object have one reference each.
+    # Two references are expected: the tensor's, and that of the Python object of its storage.
     return _references is None or _references(grad.untyped_storage()._cdata) > 2
 
 
@@ -378,7 +378,7 @@ class GradientExchange(Exchange):
         return self._parameters
 
     def _unused_beside(self, touched: Collection[str]) -> list[str]:
-        """Returns the names of parameters in no bucket without a gradient to send; ``touched`` have one."""
+        """Returns the names of parameters that are in no bucket, have no gradient to send and are not ``touched``."""
         return []
 
     def _exchange_beside(self, touched: Collection[str], divisor: float) -> None:

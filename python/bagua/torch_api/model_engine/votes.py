@@ -36,10 +36,10 @@ class Votes:
         #: The names that the user gave the flags; None if the user named none.
         self.names = None if names is None else checked_names(names)
         self._all_names = (SKIP, *(self.names or ()))
-        #: Flags that this rank has raised and that no exchange has had. A signal handler may add one at any time, so
-        #: the set only changes by single calls.
+        #: Flags that this rank has raised and not exchanged yet. A signal handler may add one between any two
+        #: instructions, so every change of the set must be a single call.
         self.raised: set[str] = set()
-        # Those of them that this rank's last vote has.
+        # The raised flags that this rank's last vote contains.
         self._sent: set[str] = set()
         #: The flags in the votes of the last exchange.
         self.flags: frozenset[str] = frozenset()

@@ -144,7 +144,7 @@ fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize>
     move |rank| rank * each..(rank + 1) * each
 }
 
-/// Returns the output of an all_reduce, filled with this rank's values.
+/// Copies this rank's values to the output of an all_reduce, and returns the output.
 fn in_output(io: HostIo<'_>) -> &mut [u8] {
     match io {
         HostIo::InPlace(data) => data,

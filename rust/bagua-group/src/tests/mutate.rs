@@ -103,8 +103,8 @@ fn overwrite(input: &mut [u8], at: usize, value: &[u8]) {
     input[at..end].copy_from_slice(&value[..end - at]);
 }
 
-/// Finds bytes after their length from `at` on, and makes them shorter or longer: their length says so, or lies. A frame's length is a
-/// u32; that of a text or a list in a message is a number of 7 bits to a byte.
+/// Searches from `at` on for a field that starts with its length, and makes the field shorter or longer. The new length
+/// is right or wrong. A frame's length is a u32. The length of a text or list has 7 bits in each byte.
 fn resize_field(input: &mut Vec<u8>, at: usize, choices: &mut Choices) {
     let is_frame = choices.one_in(3);
     let width = if is_frame { 4 } else { 1 };

@@ -61,7 +61,7 @@ thread_local! {
 }
 
 loom::lazy_static! {
-    /// Carries the order from `SeqCst` stores to `SeqCst` loads.
+    /// Every `SeqCst` operation accesses this variable, which orders stores before later loads.
     static ref ORDER: inner::AtomicU64 = inner::AtomicU64::new(0);
     static ref SLEEPERS: Pool<Mutex<Vec<Thread>>> = Pool::new(FUTEXES, Mutex::default);
     static ref SHARED: LoomMemory = LoomMemory::new();

@@ -2,8 +2,8 @@
 //! and windows of 1 KiB.
 //!
 //! All results are compared with the oracle. loom reports bytes of the segment or of an arena that one rank writes
-//! while another may use them, and missed wake-ups. Each model names the bugs in `protocol.rs` and `pairwise.rs` that
-//! it was seen to find.
+//! while another may use them, and missed wake-ups. Each model names the bugs in `protocol.rs` and
+//! `pairwise_exchange.rs` that it was seen to find.
 
 use std::os::fd::{AsFd, BorrowedFd};
 

@@ -70,7 +70,7 @@ impl Rounds {
         }
     }
 
-    /// Continues in another group.
+    /// Continues the averaging in another group.
     pub(super) fn enter(&mut self, peers: Peers) -> Result<()> {
         let going = self.shared.replace_group(peers.group.clone());
         let arena_buffers = allocate_arena_buffers(&peers, self.parts.iter().map(|part| &part.weights), &self.settings);

@@ -38,7 +38,7 @@ const ZEROS: u8 = 0x88;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Int4;
 
-/// Returns the bits of the largest scale. Seven times the scale for float16 elements is less than 65504.
+/// Returns the bits of the largest scale. For float16 elements, seven times that scale must not exceed 65504.
 const fn largest_scale(dtype: DType) -> u16 {
     if matches!(dtype, DType::F16) { f16::from_f32_const(9352.0).to_bits() } else { f16::MAX.to_bits() }
 }
