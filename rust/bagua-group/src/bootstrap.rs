@@ -217,7 +217,6 @@ fn provide_descriptors(config: &Config) -> Result<()> {
     descriptors::provide(|| descriptors::of_world(config), describe(config))
 }
 
-/// Returns the text that says who needs file descriptors.
 fn describe(config: &Config) -> String {
     let Config { rank, world_size, .. } = config;
     format!("rank {rank} of {world_size}")

@@ -39,7 +39,6 @@ pub(super) enum AsyncSocket {
 }
 
 impl AsyncSocket {
-    /// Connects the client's end of a TCP connection.
     pub(super) async fn connect(
         stream: tokio::net::TcpStream,
         ends: Option<&Ends>,
@@ -50,7 +49,6 @@ impl AsyncSocket {
         })
     }
 
-    /// Accepts the server's end of a TCP connection.
     pub(super) async fn accept(
         stream: tokio::net::TcpStream,
         ends: Option<&Ends>,
@@ -275,7 +273,6 @@ pub(super) enum Socket {
 }
 
 impl Socket {
-    /// Returns the TCP connection, if it is one.
     pub(super) fn tcp(&self) -> Option<&std::net::TcpStream> {
         match self {
             Socket::Tcp(stream) | Socket::Tls(stream, _) => Some(stream),

@@ -46,7 +46,6 @@ static USED_END: AtomicUsize = AtomicUsize::new(0);
 /// Number of forks between the first process and this one.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the inode of an open descriptor.
 fn inode(fd: RawFd) -> Option<u64> {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: fstat writes a whole stat into memory of that size, or fails. Any number is allowed as a descriptor.

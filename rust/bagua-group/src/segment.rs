@@ -68,7 +68,6 @@ impl LaneBuilder<'_> {
         host.iter().copied().min_by_key(|member| health.world_rank(*member)).unwrap_or(health.rank())
     }
 
-    /// Opens a connection with a rank of this host.
     fn passing(&self, peer: usize, index: u32) -> Result<Passing<'_>> {
         let DataConn { fork_fd, socket } = self.connected(peer, Purpose::Segment, index)?;
         let Socket::Unix(stream) = socket else {

@@ -128,7 +128,6 @@ pub(super) trait Encoding: Serialize + DeserializeOwned {
         Ok(())
     }
 
-    /// Returns the body of a frame.
     fn encode(&self) -> Vec<u8> {
         postcard::to_allocvec(self).expect("every list has a length")
     }
@@ -138,7 +137,6 @@ pub(super) trait Encoding: Serialize + DeserializeOwned {
         framed(&self.encode())
     }
 
-    /// Parses the body of a frame.
     fn parse(body: &[u8]) -> Result<Self, Malformed> {
         let (message, rest) = postcard::take_from_bytes::<Self>(body).map_err(|why| match why {
             postcard::Error::DeserializeUnexpectedEnd => Malformed("it is truncated"),

@@ -1,4 +1,5 @@
-//! The corpus: what the encoders write for each kind of input. The committed copy has it as text, a line per entry: kind and hex.
+//! The corpus: the bytes that the encoders write for each kind of input. The committed copy has one line of text per
+//! entry: kind and hex.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -17,13 +18,13 @@ use crate::error::{Error, Progress, Source};
 use crate::transport::frame::Header;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
-/// The committed corpus. [`AT_VERSION`] is this build's version of the protocol.
+/// The committed corpus. [`AT_VERSION`] stands for this build's version of the protocol.
 const CORPUS: &str = include_str!("corpus.txt");
 
-/// The two bytes of the version, in the corpus.
+/// Placeholder in the corpus for the two bytes of the version.
 const AT_VERSION: &str = "VVVV";
 
-/// The committed corpus: index in [`TARGETS`] and bytes.
+/// Returns the committed corpus: index in [`TARGETS`] and bytes.
 pub(super) fn corpus() -> Vec<(usize, Vec<u8>)> {
     let version = hex(&VERSION.to_le_bytes());
     let entry = |line: &str| {
@@ -36,7 +37,7 @@ pub(super) fn corpus() -> Vec<(usize, Vec<u8>)> {
     CORPUS.lines().map(entry).collect()
 }
 
-/// Bytes as the corpus has them: behind the first bytes of addresses and of handshakes comes the version.
+/// Returns bytes as the corpus has them. The version follows the first bytes of addresses and handshakes.
 fn line(bytes: &[u8]) -> String {
     let version = hex(&VERSION.to_le_bytes());
     ["BGad", "BGhello\n"]
@@ -45,12 +46,12 @@ fn line(bytes: &[u8]) -> String {
         .fold(hex(bytes), |line, magic| line.replace(&format!("{magic}{version}"), &format!("{magic}{AT_VERSION}")))
 }
 
-/// The hex of some bytes.
+/// Returns bytes as hex.
 pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The address of a rank in a world of two.
+/// Returns the address of a rank in a world of two.
 pub(in super::super) fn address(rank: u8) -> Address {
     Address {
         rank: rank.into(),
@@ -151,7 +152,7 @@ fn endpoints(ports: &[u16]) -> Vec<Endpoint> {
     ports.iter().map(|port| Endpoint { port: *port, unix: true }).collect()
 }
 
-/// Sequences of events for an agreement: what a run without and with losses says, see `replay`.
+/// Returns sequences of events for an agreement, from runs with and without losses: see `replay`.
 fn agreements() -> Vec<Vec<u8>> {
     let from =
         |rank: u8, how: u8, message: ViewMessage| [&[0x40 | how | rank][..], &framed(&message.encode())].concat();
@@ -209,7 +210,7 @@ fn join_messages() -> Vec<JoinMessage> {
     ]
 }
 
-/// Headers with their positions.
+/// Returns headers with their positions.
 fn headers() -> Vec<Vec<u8>> {
     let plain = Fingerprint { epoch: 1, lane: 2, seq: 4, ..Fingerprint::new(Kind::Send, DType::U8, 100) };
     let reduce = Fingerprint {
@@ -231,7 +232,7 @@ fn headers() -> Vec<Vec<u8>> {
     vec![chunk(plain, 100, 60, 40), chunk(reduce, 0, 0, 0), chunk(reduce, 1 << 40, 1 << 39, 256 << 10)]
 }
 
-/// A message of every kind of every type.
+/// Returns a message of every kind of every type.
 fn messages() -> Vec<Any> {
     let alone = Address { tcp: None, unix: Vec::new(), ..address(0) };
     let addresses = || vec![address(0).encode(), address(1).encode(), Vec::new()];
@@ -316,7 +317,7 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
             corpus().into_iter().filter(|(at, bytes)| TARGETS[*at].name == "message" && bytes.starts_with(head));
         messages.filter_map(|(_, bytes)| bytes.get(head.len()).copied()).collect::<std::collections::BTreeSet<u8>>()
     };
-    // The types of `Any`; the kinds of each type that is an enum; the notices; what is routed, of it the messages about a view.
+    // All types of `Any`, all variants of each enum among them, all notices, and all routed messages.
     assert_eq!(kinds(&[]), (0..=5).collect());
     for (of, most) in [(0, 5), (1, 7), (2, 7), (3, 4)] {
         assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");
@@ -346,7 +347,7 @@ fn a_list_that_is_longer_than_its_limit_takes_no_memory() {
     ];
     for (what, head, limit) in heads {
         let list = |claimed: usize, there: usize| [head, &count(claimed), &vec![0; there]].concat();
-        // Longer than it may be, with all its elements there; and as long as it says with one element less, or with none.
+        // Lists that are too long, with all elements there, and lists that lack one element or all elements.
         let longest = list(limit + 1, limit + 9);
         for body in [longest, list(limit, limit - 1), list(limit, 0), list(usize::MAX, 100)] {
             let (parsed, held) = peak(|| Any::parse(&body));

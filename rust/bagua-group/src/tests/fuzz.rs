@@ -1,7 +1,8 @@
-//! The fuzzer: inputs made from the corpus by `mutate`, each given to its parser.
+//! The fuzzer: gives inputs that `mutate` makes from the corpus to their parsers.
 //!
-//! `FUZZ_INPUTS` is the number of inputs; without it the test makes as many as fit into 2 seconds. `FUZZ_SEED` determines them all. A
-//! failure prints the seed, the number of the input, its kind and its bytes; with the same seed and corpus the input is the same again.
+//! `FUZZ_INPUTS` is the number of inputs. Without it, the test makes as many inputs as fit into 2 seconds. `FUZZ_SEED`
+//! determines all inputs. A failure prints the seed, the number of the input, its kind and its bytes. With the same
+//! seed and corpus, the input is the same again.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +10,13 @@ use super::examples::{corpus, hex};
 use super::mutate::{Choices, mutate};
 use super::targets::TARGETS;
 
-/// How long the test runs when no number of inputs is asked for.
+/// Duration of the test if `FUZZ_INPUTS` is not set.
 const BUDGET: Duration = Duration::from_secs(2);
 
-/// Fewer inputs are no test; a slow machine makes them, too.
+/// Minimum number of inputs, even on a slow machine.
 const LEAST: u64 = 20_000;
 
-/// Says which input was being parsed when a panic ends the run.
+/// Prints the input that was being parsed when a panic ends the run.
 struct Current<'a> {
     seed: u64,
     index: u64,
@@ -32,7 +33,7 @@ impl Drop for Current<'_> {
     }
 }
 
-/// A number from the environment.
+/// Reads a number from the environment.
 #[expect(clippy::disallowed_methods, reason = "`make fuzz` gives seed and number of inputs so")]
 fn setting(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -45,7 +46,7 @@ fn no_input_makes_a_parser_panic_or_hold_memory_beyond_its_limit() {
     let corpus = corpus();
     let of: Vec<Vec<usize>> =
         (0..TARGETS.len()).map(|target| (0..corpus.len()).filter(|at| corpus[*at].0 == target).collect()).collect();
-    // By kind: inputs, and those that were parsed.
+    // For each kind, the number of inputs and of those that were parsed.
     let mut counts = [(0_u64, 0_u64); TARGETS.len()];
     let (begin, mut index, mut input) = (Instant::now(), 0, Vec::new());
     let more = |index: u64| match asked {
@@ -54,7 +55,7 @@ fn no_input_makes_a_parser_panic_or_hold_memory_beyond_its_limit() {
     };
     while more(index) {
         let mut choices = Choices::new(seed, index);
-        // Half of the inputs are messages, of which there are many types; each other kind gets as many. Pieces are mostly of the same kind.
+        // Half of the inputs are messages, because there are many types of them. The other kinds share the rest.
         let target = if choices.below(2) == 0 { 0 } else { choices.below(TARGETS.len()) };
         let own = &of[target];
         input.clone_from(&corpus[own[choices.below(own.len())]].1);

@@ -1,5 +1,5 @@
-//! The parsers of everything that comes from another process, fed with bytes that no correct process sends; and the state machines of the
-//! control plane, over a simulated network.
+//! Parsers of everything that comes from another process, fed with bytes that no correct process sends. Also the state
+//! machines of the control plane, over a simulated network.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -18,8 +18,8 @@ mod mutate;
 mod simulation;
 mod targets;
 
-/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
-/// whose local address is 127.0.0.1.
+/// Returns a loopback address that only this process uses. A free port there is not taken by another test, nor by an
+/// outgoing connection, whose local address is 127.0.0.1.
 pub(super) fn own_host() -> String {
     let [.., high, middle, low] = std::process::id().to_be_bytes();
     format!("127.{}.{middle}.{low}", 64 | high)

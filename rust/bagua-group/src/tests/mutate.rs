@@ -1,10 +1,11 @@
-//! Changes of an input: bits, numbers at their limits, lengths, pieces cut out, doubled, or taken from another input.
+//! Changes of an input: bits, numbers at their limits, lengths, and pieces that are cut out, doubled, or taken from
+//! another input.
 
 /// A sequence of choices that a seed determines (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 pub(super) struct Choices(u64);
 
 impl Choices {
-    /// The choices for input number `index` of a run: each input can be made again alone.
+    /// Returns the choices for input number `index` of a run, so that each input can be made again alone.
     pub(super) fn new(seed: u64, index: u64) -> Choices {
         let mut seeded = Choices(seed);
         Choices(seeded.next() ^ index.wrapping_mul(0xd134_2543_de82_ef95))
@@ -17,7 +18,7 @@ impl Choices {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `limit`, which is not 0.
+    /// Returns a number below `limit`, which must not be 0.
     pub(super) fn below(&mut self, limit: usize) -> usize {
         (self.next() >> 16) as usize % limit
     }
@@ -26,7 +27,7 @@ impl Choices {
         self.below(count) == 0
     }
 
-    /// A number at a limit of an integer type or of a format, or next to one.
+    /// Returns a number at a limit of an integer type or of a format, or next to one.
     fn boundary(&mut self, rest: usize) -> u64 {
         const LIMITS: [u64; 16] = [
             0,
@@ -51,7 +52,7 @@ impl Choices {
     }
 }
 
-/// No input grows beyond this: longer than the longest frame of the control plane.
+/// Maximum length of an input, longer than the longest frame of the control plane.
 const LONGEST: usize = 80 << 10;
 
 /// Changes `input` one to four times. `other` is an input to take pieces from.

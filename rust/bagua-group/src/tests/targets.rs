@@ -1,4 +1,4 @@
-//! The kinds of input: which parser takes one, and what must hold whatever it gets.
+//! The kinds of input: the parser of each, and the properties that must hold for any bytes.
 //!
 //! A parsed value must be equal after it is encoded and parsed again. The bytes may differ, because the encoding allows
 //! a number to have more bytes than it needs.
@@ -23,14 +23,14 @@ use super::allocations::peak;
 use super::examples::hex;
 use crate::transport::frame::{self, Header};
 
-/// Bytes that a parser may hold for each byte of its input: the worst is a list that has room for as many addresses as its length says,
-/// of which each may be 1 byte of the input and is 24 of memory, and that holds the bytes of the addresses which follow.
+/// Number of bytes that a parser may hold for each byte of its input. The worst case is a list with as many addresses
+/// as its length says: each may be 1 byte of input and 24 bytes of memory, and the bytes of the addresses are held too.
 const PER_BYTE: usize = 24 + 1;
 
-/// Bytes that a parser may hold for a short input: the first elements of a list, the progress in an error, the text of an error.
+/// Number of bytes that a parser may hold for a short input: the first elements of a list, or an error with its text.
 pub(super) const AT_LEAST: usize = 2 << 10;
 
-/// Every message that one process encodes for another, as one type: the first byte of an input says which.
+/// Every message that one process encodes for another, as one type. The first byte of an input is the kind.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Any {
     Control(Message),
@@ -56,15 +56,15 @@ impl Encoding for Any {
 
 /// A kind of input.
 pub(super) struct Target {
-    /// First word of its lines in the corpus.
+    /// First word of the kind's lines in the corpus.
     pub(super) name: &'static str,
-    /// Parses bytes, and panics unless what must hold does. True when they parse.
+    /// Parses bytes, and panics if a property does not hold. Returns true if the bytes parse.
     pub(super) check: fn(&[u8]) -> bool,
-    /// Fewer bytes and more bytes than an input has are malformed.
+    /// True if an input with a byte less or more is malformed.
     pub(super) has_end: bool,
 }
 
-/// All kinds.
+/// All kinds of input.
 pub(super) const TARGETS: [Target; 6] = [
     Target { name: "message", check: check_message, has_end: true },
     Target { name: "frame", check: check_frame, has_end: false },
@@ -89,7 +89,7 @@ pub(super) const TARGETS: [Target; 6] = [
     },
 ];
 
-/// The first N bytes, and zeros where they are fewer.
+/// Returns the first N bytes, filled up with zeros.
 fn fitted<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let (mut fitted, len) = ([0; N], N.min(bytes.len()));
     fitted[..len].copy_from_slice(&bytes[..len]);
@@ -101,7 +101,7 @@ fn assert_bounded(held: usize, limit: usize) {
     assert!(held <= limit, "the parser held {held} bytes, more than {limit}");
 }
 
-/// A message, of whatever type.
+/// Checks a message of any type.
 fn check_message(bytes: &[u8]) -> bool {
     check_encoding::<Any>(bytes)
 }
@@ -115,7 +115,7 @@ fn check_encoding<T: Encoding + PartialEq + Debug>(bytes: &[u8]) -> bool {
     true
 }
 
-/// For parsers of a fixed length, which need no memory at all.
+/// Checks a parser of a fixed length, which needs no memory at all.
 fn check_fixed<const N: usize, T: PartialEq + Debug, E>(
     bytes: &[u8; N],
     parse: impl Fn(&[u8; N]) -> Result<T, E>,
@@ -139,7 +139,7 @@ fn check_frame(bytes: &[u8]) -> bool {
     check_encoding::<Message>(&body)
 }
 
-/// The addresses of a world of two, as rank 0 gets them: its own, and these bytes.
+/// Checks the addresses of a world of two as rank 0 gets them: its own, and these bytes.
 fn check_addresses(bytes: &[u8]) -> bool {
     let own = super::examples::address(0).encode();
     let (config, blobs) = (Config::new(0, 2), [own, bytes.to_vec()]);
@@ -147,7 +147,7 @@ fn check_addresses(bytes: &[u8]) -> bool {
     assert_bounded(held, PER_BYTE * bytes.len().min(LIMIT) + 2 * AT_LEAST);
     let Ok(all) = parsed else { return false };
     assert_eq!((all.len(), all[1].rank, all[1].world_size), (2, 1, 2));
-    // For error texts.
+    // Error texts use `describe`.
     assert!(!all[1].describe().is_empty());
     true
 }

@@ -21,7 +21,6 @@ pub(in super::super) struct TlsSocket {
 }
 
 impl TlsSocket {
-    /// Returns the descriptor of the connection.
     pub(in super::super) fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
@@ -52,7 +51,6 @@ impl TlsSocket {
         self.session.received_in_clear()
     }
 
-    /// Returns the connection and the session on it.
     pub(in super::super) fn into_parts(self) -> (TcpStream, Box<Session>) {
         (self.stream, self.session)
     }

@@ -20,14 +20,12 @@ pub(in super::super) enum Action {
         view: u64,
         /// Listening endpoints of the members, in the order of their ranks.
         endpoints: Vec<Endpoint>,
-        /// The members.
         members: Vec<usize>,
     },
     /// Cancel the build. `Some` is the rank that made this necessary; `None` means that the deadline has passed.
     Cancel(Option<usize>),
     /// Leave the built group, which this rank does not use. Its members must not conclude that this process has ended.
     Abandon,
-    /// The agreement has ended.
     Finish(Outcome),
 }
 

@@ -1,22 +1,24 @@
 //! The agreement on a view as a state machine: one rank's part, without I/O, clock or socket.
 //!
-//! Each method is an event and appends the actions that it causes. The driver performs them in order and reports what came of them.
+//! Each method is an event and appends the actions that it causes. The driver performs the actions in order and reports
+//! their results.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::action::{Action, Outcome};
 use super::message::{Endpoint, GoneRank, Ready, ViewMessage, named};
 
-/// How many views may fail in a row without any rank being lost before the agreement ends with the error.
+/// Number of views in a row that may fail without a lost rank. After more, the agreement ends with the error.
 const FAILURES_LIMIT: u32 = 4;
 
-/// The most calls of [`Agreement::remind`] between two that say something.
+/// Maximum number of calls of [`Agreement::remind`] between two that send something.
 const LONGEST_QUIET: u32 = 8;
 
-/// Which ranks may go on without the others.
+/// The ranks that may continue without the other ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quorum {
-    /// More than half of the ranks whose process is not known to have ended, or half of them with the lowest.
+    /// More than half of the ranks whose process is not known to have ended. Half of them suffices with the lowest
+    /// rank.
     #[default]
     Majority,
     /// Any number of ranks suffices. Parts of the group that cannot reach each other may then both continue.
@@ -63,7 +65,7 @@ struct Build {
 pub(in super::super) struct Agreement {
     me: usize,
     size: usize,
-    /// The view that this rank is ready for, or will be when its build has ended. Never decreases.
+    /// The view that this rank is ready for, or will be ready for when its build has ended. Never decreases.
     view: u64,
     /// True if `Ready` was sent for `view`.
     said: bool,
@@ -88,16 +90,16 @@ pub(in super::super) struct Agreement {
     candidate: Option<(u64, Vec<usize>)>,
     /// A rank that continues without this one.
     excluded_by: Option<usize>,
-    /// Another rank's refusal.
+    /// The text of another rank's refusal.
     refused: Option<String>,
     /// True if the deadline has passed.
     expired: bool,
-    /// Views that failed since a rank was lost.
+    /// Number of views that failed since the last loss of a rank.
     failures: u32,
 }
 
 impl Agreement {
-    /// Rank `me` of `size` in a group that is itself view `view`.
+    /// Creates the part of rank `me` of `size` in a group that is itself view `view`.
     pub(in super::super) fn new(me: usize, size: usize, view: u64) -> Agreement {
         Agreement {
             me,
@@ -121,21 +123,21 @@ impl Agreement {
         }
     }
 
-    /// This rank takes part.
+    /// Starts a call on this rank.
     pub(in super::super) fn call(&mut self, quorum: Quorum, out: &mut Vec<Action>) {
         self.quorum = quorum;
         (self.refused, self.expired, self.failures) = (None, false, 0);
         self.missed.clear();
         if self.said {
-            // The others must not take what an earlier call said for this one.
+            // Start another view, so that a late answer to an earlier call is not mistaken for an answer to this one.
             self.set_view(self.view + 1);
         }
         (self.phase, self.says_later, self.quiet) = (Phase::Waiting, false, 0);
         self.advance(out);
     }
 
-    /// Says that this rank is ready for the current view. `listen` begins to listen for the members of the view of this number; it is called
-    /// at most once for each view.
+    /// Says that this rank is ready for the current view. `listen` gets the number of the view, opens a listener for
+    /// its members, and is called at most once for each view.
     pub(in super::super) fn say(
         &mut self,
         listen: impl FnOnce(u64) -> Result<Endpoint, String>,
@@ -152,15 +154,16 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// These ranks are gone, as the control plane of this rank found: all that are known at the moment, because after each call this rank says
-    /// that it is ready for a later view.
+    /// Records the ranks that this rank's control plane found to be gone. Pass all known ones at once, because each
+    /// call makes this rank ready for a later view.
     pub(in super::super) fn lost(&mut self, ranks: impl IntoIterator<Item = (usize, Gone)>, out: &mut Vec<Action>) {
         ranks.into_iter().for_each(|(rank, gone)| self.learn(rank, gone, 0, out));
         self.advance(out);
     }
 
-    /// Some time has passed: says again what may have been lost with a rank that should have passed it on, if nothing came for that time,
-    /// and then after twice, four and eight times as long. Where an agreement only takes long, reminders of all ranks would make it longer.
+    /// Called from time to time. Repeats a message that may have been lost with a rank that should have passed it on:
+    /// if nothing arrives for one period, and then after two, four and eight periods. More reminders would slow down an
+    /// agreement that merely takes long.
     pub(in super::super) fn remind(&mut self, out: &mut Vec<Action>) {
         self.quiet += 1;
         let lasted = self.quiet - 1;
@@ -179,7 +182,7 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// A message has arrived. Those of ranks that are gone have no effect, but for `Opened`, which others pass on.
+    /// Handles a message. A message of a gone rank has no effect, except for `Opened`, which other ranks pass on.
     pub(in super::super) fn received(&mut self, from: usize, message: ViewMessage, out: &mut Vec<Action>) {
         let is_opened = matches!(message, ViewMessage::Opened { .. });
         if from >= self.size || from == self.me || (self.gone.contains_key(&from) && !is_opened) {
@@ -219,7 +222,7 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// The barrier of the view was passed: every member has opened it.
+    /// Called when the barrier of the view was passed: every member has opened the view.
     pub(in super::super) fn passed(&mut self, out: &mut Vec<Action>) {
         if let Phase::Building(Build { view, members, .. }) = self.phase.clone() {
             self.open(view, members, out);
@@ -227,7 +230,8 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// The view could not be built. `entered`: this rank was in the barrier, so that another may have passed it.
+    /// Called when the view could not be built. `entered` is true if this rank was in the barrier, which another rank
+    /// may have passed.
     pub(in super::super) fn failed(&mut self, entered: bool, text: &str, out: &mut Vec<Action>) {
         let Phase::Building(Build { view, members, known_open, .. }) = self.phase.clone() else { return };
         if entered && known_open {
@@ -246,14 +250,15 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// The deadline has passed. The leader knows who is missing: others wait for its word until it is `late`.
+    /// Called when the deadline has passed. The leader knows which ranks are missing, so other ranks wait for its
+    /// message until `late` is true.
     pub(in super::super) fn expire(&mut self, late: bool, out: &mut Vec<Action>) {
         let leader = self.leader();
         self.expired |= late || leader == self.me || !self.ready.contains_key(&leader);
         self.advance(out);
     }
 
-    /// The view that this rank is ready for or has accepted.
+    /// Returns the view that this rank is ready for or has accepted.
     #[cfg(test)]
     pub(in super::super) fn view(&self) -> u64 {
         self.view
@@ -263,16 +268,17 @@ impl Agreement {
         (0..self.size).filter(|rank| !self.gone.contains_key(rank)).collect()
     }
 
-    /// The lowest rank that is not gone: it collects what the others say, and proposes.
+    /// Returns the leader: the lowest rank that is not gone. It collects the messages of all ranks, and proposes.
     fn leader(&self) -> usize {
         (0..self.size).find(|rank| !self.gone.contains_key(rank)).unwrap_or(self.me)
     }
 
-    /// Records that a rank is gone, and gives up the current view for one of at least number `least`.
+    /// Records that a rank is gone, and gives up the current view for a view of at least number `least`.
     fn learn(&mut self, rank: usize, gone: Gone, least: u64, out: &mut Vec<Action>) {
         match self.gone.get(&rank) {
             None => _ = self.gone.insert(rank, gone),
-            // Who is in another view may leave this group or end there: no sign that it took no part in it.
+            // A rank that is in another view may leave this group or end there. It may still have taken part in that
+            // view.
             Some(Gone::Silent) if gone == Gone::Ended => {
                 self.gone.insert(rank, gone);
                 return;
@@ -282,7 +288,7 @@ impl Agreement {
         self.ready.remove(&rank);
         self.failures = 0;
         match self.phase {
-            // It has said nothing of the current view, or says so of a later one when it takes part.
+            // This rank has not said anything about the current view, or will say so again when it takes part.
             Phase::Idle => self.raise(least, Some(rank), out),
             Phase::Waiting | Phase::Building(_) => {
                 self.raise(least.max(self.view + 1), Some(rank), out);
@@ -305,7 +311,7 @@ impl Agreement {
             self.quiet = 0;
         }
         match &self.phase {
-            // The proposal was lost with a rank that passed it on.
+            // The proposal was lost with a rank that should have passed it on.
             Phase::Building(build) if view == self.view && view == build.view && self.leader() == self.me => {
                 self.send_proposal(vec![from], build.endpoints.clone(), out);
             }
@@ -332,7 +338,7 @@ impl Agreement {
         self.endpoint = None;
     }
 
-    /// Gives up the current view for this later one.
+    /// Gives up the current view for a later one.
     fn raise(&mut self, view: u64, because_of: Option<usize>, out: &mut Vec<Action>) {
         if view <= self.view {
             return;
@@ -340,7 +346,7 @@ impl Agreement {
         self.set_view(view);
         match &mut self.phase {
             Phase::Idle | Phase::Waiting => {}
-            // Invariant 3: it may still pass the barrier, and is ready only when it has not.
+            // Invariant 3: the build may still pass the barrier. This rank is ready only once the build has failed.
             Phase::Building(build) => {
                 if !build.cancelled && !build.known_open {
                     build.cancelled = true;
@@ -358,7 +364,7 @@ impl Agreement {
         out.push(Action::Send(to, ViewMessage::Ready { view: self.view, any, gone, endpoint }));
     }
 
-    /// The leader; if that is this rank, all others that are not gone.
+    /// Returns the leader, or all other ranks that are not gone if this rank is the leader.
     fn to_leader(&self) -> Vec<usize> {
         let leader = self.leader();
         if leader != self.me {
@@ -429,15 +435,14 @@ impl Agreement {
         endpoints.len() == self.size - self.gone.len() && endpoints.get(self.me - before).copied() == self.endpoint
     }
 
-    /// Proposes the current view to these ranks.
     fn send_proposal(&self, to: Vec<usize>, endpoints: Vec<Endpoint>, out: &mut Vec<Action>) {
         let gone = self.gone.keys().copied().collect();
         out.push(Action::Send(to, ViewMessage::Propose { view: self.view, gone, endpoints }));
     }
 
-    /// Accepts a proposal of the current view, whose members listen there.
+    /// Accepts a proposal of the current view with the members at these endpoints.
     fn accept(&mut self, endpoints: Vec<Endpoint>, out: &mut Vec<Action>) {
-        // Invariant 3: every rank that is not gone was ready for this view, so none has passed the barrier of an earlier one.
+        // Invariant 3: every rank that is not gone was ready for this view, so no rank has passed an earlier barrier.
         if self.candidate.take().is_some() {
             out.push(Action::Abandon);
         }
@@ -448,7 +453,7 @@ impl Agreement {
         out.push(Action::Build { view, endpoints, members });
     }
 
-    /// Proposes the current view if that is this rank's part and all are ready for it.
+    /// Proposes the current view if this rank is the leader and all ranks are ready for the view.
     fn propose(&mut self, out: &mut Vec<Action>) {
         if self.leader() != self.me || self.ready.len() + 1 < self.size - self.gone.len() {
             return;
@@ -472,7 +477,7 @@ impl Agreement {
         self.accept(endpoints, out);
     }
 
-    /// True when a rank is ready for the current view and knows the same ranks to be gone.
+    /// True if a rank is ready for the current view and knows the same ranks to be gone.
     fn agrees(&self, rank: usize) -> bool {
         self.ready.get(&rank).is_some_and(|ready| {
             ready.view == self.view && ready.gone.iter().map(|gone| gone.rank).eq(self.gone.keys().copied())
@@ -504,7 +509,6 @@ impl Agreement {
         ))
     }
 
-    /// Whom this rank waits for.
     fn missing(&self) -> Vec<usize> {
         let others = self.living().into_iter().filter(|rank| *rank != self.me);
         match &self.phase {

@@ -1,4 +1,4 @@
-//! Messages about views that arrived, kept until this rank takes part in an agreement.
+//! Messages about views that arrived and wait until this rank takes part in an agreement.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -59,7 +59,6 @@ impl Inbox {
         lock(&self.state)
     }
 
-    /// Notified after every change.
     pub(super) fn changed(&self) -> &Condvar {
         &self.changed
     }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::wire::{AtMost, Encoding, Malformed, Ranks, check_view, rank, text};
 
-/// The most ranks in a message, and of a group that can be shrunk: the messages fit into a frame of the control plane.
+/// Maximum number of ranks in a message, and of a group that can be shrunk. Such messages fit into a control frame.
 pub(in super::super) const RANKS_LIMIT: usize = 12 * 1024;
 
 /// A rank that the sender of a message knows to be gone.
@@ -53,14 +53,14 @@ pub(super) struct Ready {
     pub(super) endpoint: Endpoint,
 }
 
-/// A message about a view. Ranks are those of the group on whose control plane it travels.
+/// A message about a view. Ranks are those of the group on whose control plane the message travels.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) enum ViewMessage {
     /// The sender takes part and waits for a proposal of this view.
     Ready {
         /// Number of the view.
         view: u64,
-        /// The sender would go on without a majority.
+        /// True if the sender would continue without a majority.
         any: bool,
         /// Ranks that are gone as far as the sender knows, ascending.
         #[serde(with = "AtMost::<RANKS_LIMIT>")]
@@ -68,9 +68,9 @@ pub(in super::super) enum ViewMessage {
         /// The sender's listener for the members.
         endpoint: Endpoint,
     },
-    /// The sender takes part no longer: its call raised.
+    /// The sender no longer takes part, because its call raised.
     Withdrawn {
-        /// If its deadline has passed: whom it waited for.
+        /// The ranks that the sender waited for, if its deadline has passed.
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         missing: Vec<usize>,
     },
@@ -85,11 +85,11 @@ pub(in super::super) enum ViewMessage {
         #[serde(with = "AtMost::<RANKS_LIMIT>")]
         endpoints: Vec<Endpoint>,
     },
-    /// The sender refuses a view, for all.
+    /// The sender refuses a view for all ranks.
     Refused {
         /// Number of the view.
         view: u64,
-        /// Why, for the exception of every rank.
+        /// The reason, for the exception of every rank.
         #[serde(with = "text")]
         text: String,
     },
@@ -97,7 +97,7 @@ pub(in super::super) enum ViewMessage {
     Opened {
         /// Number of the view.
         view: u64,
-        /// The ranks that are no members, ascending.
+        /// The ranks that are not members, ascending.
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         gone: Vec<usize>,
     },
@@ -120,7 +120,7 @@ impl Encoding for ViewMessage {
     }
 }
 
-/// "rank 1" or "ranks 1, 2".
+/// Returns "rank 1" or "ranks 1, 2".
 pub(super) fn named(ranks: &[usize]) -> String {
     let list = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
     if ranks.len() == 1 { format!("rank {list}") } else { format!("ranks {list}") }

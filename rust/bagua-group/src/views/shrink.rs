@@ -18,17 +18,17 @@ use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, slice_among, wait_on_for};
 
-/// The time after which a rank says again what may have been lost with a rank that passed it on.
+/// Time after which a rank repeats a message that may have been lost with a rank that passed it on.
 const REMINDER: Duration = Duration::from_secs(1);
 
-/// How long a rank waits for further losses before it says without which ranks it is ready: so long for each rank, of whose messages the leader
-/// handles one or more at a time, and longer while more are lost.
+/// Time per rank of the group that a rank waits for further losses before it says that it is ready. The leader handles
+/// at least one message of each rank. The wait is longer while more ranks are lost.
 const TOGETHER: Duration = Duration::from_micros(1);
 
-/// The longest that it waits.
+/// Maximum time that a rank waits for further losses.
 const LONGEST: Duration = Duration::from_millis(100);
 
-/// How long a rank whose deadline has passed waits for the leader to say which ranks are missing.
+/// Time that a rank whose deadline has passed waits for the leader to name the missing ranks.
 const WORD: Duration = Duration::from_millis(500);
 
 /// A view that all its members have opened.
@@ -41,24 +41,27 @@ pub struct View<T> {
     pub ranks: Vec<usize>,
     /// Ranks of the former group that are not in this one, ascending.
     pub lost: Vec<usize>,
-    /// Messages that this rank sent to the others to agree.
+    /// Number of messages that this rank sent for the agreement.
     pub messages: u64,
-    /// Bytes of these messages.
+    /// Number of bytes of these messages.
     pub bytes: u64,
 }
 
 impl Group {
-    /// Agrees with the other ranks that are left of this group on a smaller group without those that are lost or have left, and leaves
-    /// this one: when it returns, the control thread still has to announce that. Collective: every rank that is left calls it; it waits for
-    /// those that have not called. The group may have failed, and need not have. The new group keeps the order of the ranks.
+    /// Agrees with the remaining ranks on a smaller group without the ranks that are lost or have left, and leaves this
+    /// group. The control thread may still be announcing that when this returns. Collective: blocks until every
+    /// remaining rank has called. The group may have failed, but need not have. The new group keeps the order of the
+    /// ranks.
     ///
-    /// `open` opens what the caller needs in the new group, a lane at least; `barrier` makes a barrier there. Both are called on another
-    /// thread, and again for another group when a rank is lost meanwhile. After an error the call may be repeated.
+    /// `open` opens what the caller needs in the new group, at least a lane. `barrier` runs a barrier there. Both are
+    /// called on another thread, and again for another group if a rank is lost meanwhile. After an error, the call may
+    /// be repeated.
     ///
     /// # Errors
-    /// `Timeout` names the ranks that live and have not called within `timeout` (`None`: the group's); `System` when there is no quorum, or
-    /// a rank cannot build the new group; `PeerLost` with this rank itself when the others go on without it; `InvalidArgument` for a
-    /// sub-group, and for a group of more than 12,288 ranks.
+    /// `Timeout` names the ranks that are alive and have not called within `timeout` (`None` means the group's).
+    /// `System` if there is no quorum, or if a rank cannot build the new group. `PeerLost` names this rank itself if
+    /// the other ranks continue without it. `InvalidArgument` for a sub-group, and for a group of more than 12,288
+    /// ranks.
     pub fn shrink<T: Send>(
         &self,
         timeout: Option<Duration>,
@@ -88,7 +91,7 @@ impl Group {
                 let (open, barrier) = (&open, &barrier);
                 let thread = std::thread::Builder::new().name("bagua-view".to_owned()).spawn_scoped(scope, move || {
                     let built = build(plane, next, &cancel, open, barrier);
-                    // The receiver is there until this thread has ended.
+                    // The receiver exists until this thread has ended.
                     let _ = sender.send(built);
                     plane.views.notify();
                 });
@@ -118,7 +121,8 @@ impl Group {
     }
 }
 
-/// Checks that all messages about a view of so many ranks fit into a frame, before any is sent: a peer ends the connection over a longer one.
+/// Checks that every message about a view of this number of ranks fits into a frame. A peer ends the connection after a
+/// longer one.
 fn check_size(world_size: usize) -> Result<()> {
     if world_size > RANKS_LIMIT {
         return Err(Error::InvalidArgument(format!(
@@ -128,12 +132,11 @@ fn check_size(world_size: usize) -> Result<()> {
     Ok(())
 }
 
-/// How long a rank of a group of so many waits for further losses.
 pub(in super::super) fn collecting(world_size: usize) -> Collecting {
     Collecting::new((TOGETHER * world_size as u32).min(LONGEST), LONGEST)
 }
 
-/// The agreement of earlier calls, or a new one.
+/// Takes the agreement of earlier calls, or creates a new one.
 fn lock_agreement(plane: &Plane) -> Agreement {
     let Config { rank, world_size, view, .. } = plane.config;
     plane.views.lock().agreement.take().unwrap_or_else(|| Agreement::new(rank, world_size, view))
@@ -159,17 +162,17 @@ impl Drop for Call<'_> {
     }
 }
 
-/// Ends a build from another thread.
+/// Cancels a build from another thread.
 #[derive(Default)]
 struct Cancel {
-    /// Ends connecting.
+    /// True once connecting must end.
     flag: AtomicBool,
-    /// Why, and the health of the group once it is connected.
+    /// The error, once the build is cancelled, and the health of the group, once it is connected.
     state: Mutex<(Option<Error>, Option<Arc<GroupHealth>>)>,
 }
 
 impl Cancel {
-    /// Ends the build: waits in the new group end with this error.
+    /// Ends the build. Waits in the new group end with this error.
     fn cancel(&self, error: Error) {
         self.flag.store(true, Ordering::Release);
         let mut state = lock(&self.state);
@@ -179,7 +182,7 @@ impl Cancel {
         state.0 = Some(error);
     }
 
-    /// From here on the build ends by the health of its group.
+    /// Lets `cancel` end the waits of the connected group from now on.
     fn connected(&self, health: &Arc<GroupHealth>) {
         let mut state = lock(&self.state);
         if let Some(error) = &state.0 {
@@ -196,7 +199,7 @@ struct Built<T> {
     error: Option<Error>,
 }
 
-/// Connects to the members of a view, opens their lanes and makes a barrier.
+/// Connects to the members of a view, opens their lanes and runs a barrier.
 fn build<T>(
     former: &Plane,
     next: NextView,
@@ -217,7 +220,6 @@ fn build<T>(
     }
 }
 
-/// A build on its thread.
 struct Building<T> {
     members: Vec<usize>,
     cancel: Arc<Cancel>,
@@ -235,13 +237,13 @@ struct Driver<'a, T, B> {
     building: Option<Building<T>>,
     /// The group whose barrier was entered last.
     built: Option<(Group, T)>,
-    /// How long it waits for further losses before it says that it is ready.
+    /// The waits for further losses before this rank says that it is ready.
     losses: Collecting,
-    /// When it says so.
+    /// Time at which this rank says that it is ready.
     says_at: Option<Instant>,
-    /// Messages to the others, and their bytes.
+    /// Number of messages sent to other ranks, and of their bytes.
     sent: (u64, u64),
-    /// When it began to build the last view that was proposed.
+    /// Time at which this rank began to build the last view that was proposed.
     built_at: Option<Instant>,
     /// Starts the thread of a build.
     build: B,
@@ -253,13 +255,13 @@ where
 {
     fn run(&mut self, quorum: Quorum) -> Result<View<T>> {
         let mut out = Vec::new();
-        // What was kept is known before this rank says anything.
+        // The agreement must know the kept messages before this rank says anything.
         self.learn(&mut out);
         self.agreement.call(quorum, &mut out);
         let mut last_error = None;
         let mut passed: Option<Instant> = None;
         let mut reminded = Instant::now();
-        // What it waits for wakes it.
+        // Everything that this loop waits for wakes it, so a slice may be long.
         let slice = slice_among(self.plane.config.world_size);
         loop {
             if self.plane.has_left() {
@@ -300,8 +302,8 @@ where
         }
     }
 
-    /// Passes on to the agreement what the control plane knows. Losses are read before the messages, so that a message that arrived before
-    /// a connection ended comes before its end (invariant 4).
+    /// Passes the control plane's news to the agreement. Reads the losses before the messages, so that a message that
+    /// arrived before a connection ended is handled before that end (invariant 4).
     fn learn(&mut self, out: &mut Vec<Action>) {
         let (losses, excluded_by) = (self.plane.losses(), self.plane.excluded_by());
         for (from, message) in self.plane.views.take() {
@@ -318,7 +320,7 @@ where
         }
     }
 
-    /// Listens for the members of a view, and says so.
+    /// Listens for the members of a view, and says that this rank is ready.
     fn say(&mut self, out: &mut Vec<Action>) {
         let Driver { plane, agreement, listeners, .. } = self;
         let mut listen = |view| -> Result<Endpoint> {
@@ -351,7 +353,7 @@ where
         }
     }
 
-    /// Performs an action; returns how the agreement ended, if it has.
+    /// Performs an action. Returns the outcome if the agreement has ended.
     fn perform(&mut self, action: Action, out: &mut Vec<Action>) -> Option<Outcome> {
         match action {
             Action::Send(to, message) => {
@@ -397,8 +399,8 @@ where
         None
     }
 
-    /// The error of waits in a group that is not needed any more: a member is lost, or has given this view up. Ranks of errors are those of
-    /// the new group.
+    /// Returns the error that ends the waits in a group that is not needed any more, because a member is lost or has
+    /// given this view up. The error has ranks of the new group.
     fn why_cancelled(&self, members: &[usize], because_of: Option<usize>) -> Error {
         let position = |rank: usize| members.iter().position(|member| *member == rank);
         let Some((old, new)) = because_of.and_then(|rank| Some((rank, position(rank)?))) else {
@@ -429,7 +431,7 @@ where
             Outcome::Opened(_, ranks) => {
                 let (group, opened) =
                     self.built.take().ok_or_else(|| Error::other("a view is open, but its group is not there"))?;
-                // They are ascending.
+                // The ranks are ascending.
                 let is_lost = |rank: &usize| ranks.binary_search(rank).is_err();
                 let lost = (0..self.plane.config.world_size).filter(is_lost).collect();
                 let (messages, bytes) = self.sent;

@@ -16,7 +16,7 @@ fn death(at: usize, who: usize) -> Event {
     (at, Box::new(move |script| script.kill(who)))
 }
 
-/// Steps of a run without a death.
+/// Returns the number of steps of a run without a death.
 fn length(size: usize, seed: u64) -> usize {
     let mut script = Script::new(size, seed, Quorum::Majority);
     script.run(Vec::new());
@@ -107,7 +107,8 @@ fn of_parts_that_are_cut_off_from_each_other_at_any_step_at_most_one_goes_on_and
     assert!(one_went_on > 1000, "{one_went_on}");
 }
 
-/// Every rank has ended, and at most one part could shrink its view further. The number of parts that could.
+/// Checks that every rank has ended, and that at most one part could shrink its view further. Returns the number of
+/// parts that could.
 fn check_parts(script: &Script, text: &str) -> usize {
     let mut views: BTreeMap<(u64, Vec<usize>), Vec<usize>> = BTreeMap::new();
     for rank in 0..script.nodes.len() {
@@ -147,7 +148,7 @@ fn a_line_that_was_broken_before_leaves_the_lower_rank_with_the_others_and_ends_
             let Some(Outcome::Opened(_, members)) = &script.nodes[rank].outcome else { panic!("seed {seed}") };
             assert_eq!(members, &[0, 2]);
         }
-        // Rank 2 prefers rank 0: rank 1 is alone, or is notified that the others went on.
+        // Rank 2 prefers rank 0. Rank 1 is alone, or was notified that the other ranks continued.
         let ended = script.nodes[1].outcome.as_ref().unwrap();
         assert!(
             matches!(ended, Outcome::Refused(text) if text.contains("quorum"))
@@ -194,7 +195,7 @@ fn the_smaller_part_is_refused_by_all_its_ranks_and_the_error_names_the_ranks_th
 #[test]
 fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
     let mut script = Script::new(3, 3, Quorum::Majority);
-    // Rank 1 runs, and does not call.
+    // Rank 1 runs, but does not call.
     let absent = |script: &mut Script, absent: bool| script.nodes[1].called = absent;
     absent(&mut script, true);
     script.run(Vec::new());
@@ -215,7 +216,7 @@ fn at(port: u16) -> Endpoint {
     Endpoint { port, unix: true }
 }
 
-/// The messages among these actions.
+/// Returns the messages among these actions.
 fn sent(out: &[Action]) -> Vec<&ViewMessage> {
     let messages = out.iter().filter_map(|action| match action {
         Action::Send(_, message) => Some(message),
@@ -236,7 +237,7 @@ fn losses_that_come_together_are_said_together() {
     agreement.say(|view| Ok(at(view as u16)), &mut out);
     let gone = [(4, false), (6, true), (7, true)].map(|(rank, ended)| GoneRank { rank, ended }).to_vec();
     assert_eq!(out, [Action::Send(vec![0], ViewMessage::Ready { view: 4, any: false, gone, endpoint: at(4) })]);
-    // The next loss makes it ready anew, later again.
+    // The next loss makes the rank ready again, for a later view.
     out.clear();
     agreement.lost([(3, Gone::Ended)], &mut out);
     assert_eq!(out, [Action::SayLater]);
@@ -261,7 +262,8 @@ fn a_rank_to_which_nothing_comes_reminds_the_leader_less_and_less_often_and_one_
     assert_eq!([0; 2].map(|_| reminds(&mut agreement)), [0, 1]);
 }
 
-/// Rank 0 of three, which has proposed view 2, or rank 1, to which it is proposed: each is ready.
+/// Returns the agreement of rank 0 of three, which has proposed view 2, or of rank 1, which got the proposal. Both are
+/// ready.
 fn ready_agreement(me: usize) -> (Agreement, Vec<Action>) {
     let (mut agreement, mut out) = (Agreement::new(me, 3, 1), Vec::new());
     agreement.call(Quorum::Majority, &mut out);
@@ -284,7 +286,7 @@ fn a_proposal_says_where_all_listen_and_is_made_again_to_a_rank_that_is_still_re
     let ready = |view| ViewMessage::Ready { view, any: false, gone: Vec::new(), endpoint: at(2) };
     leader.received(2, ready(2), &mut out);
     assert_eq!(out, [Action::Send(vec![2], proposal)]);
-    // Not to one that has given the view up.
+    // Rank 0 does not send the proposal to a rank that has given the view up.
     out.clear();
     leader.received(2, ready(3), &mut out);
     assert_eq!(out, [Action::Cancel(Some(2))]);
@@ -348,7 +350,7 @@ fn deaths_of_the_leader_of_its_successor_and_of_a_rank_that_passes_messages_on_l
         let mut whole = sparse();
         whole.run(Vec::new());
         for at in (seed as usize * 41 % 197..whole.steps).step_by(197) {
-            // It has the connection to the leader over which the ranks behind it reach that.
+            // The rank has the connection to the leader that the ranks behind it use.
             let (inner, later) = (2 << (at % 2), at + at % 60);
             for who in [vec![0, inner], vec![inner, 0], vec![0, 1], vec![0, 1, inner]] {
                 let mut script = sparse();

@@ -1,4 +1,4 @@
-//! Worlds for tests of groups: ranks that are threads of this process, and ranks that are processes, which can be stopped and killed.
+//! Worlds for tests of groups. Ranks are threads of this process, or processes that can be stopped and killed.
 
 #![allow(dead_code, reason = "every program of tests uses other functions")]
 
@@ -9,22 +9,22 @@ use std::time::{Duration, Instant};
 use bagua_group::{Bootstrap, Config, Group, TransportChoice};
 use bagua_kernels::error::{Error, Result};
 
-/// The longest that a test waits for one event.
+/// Maximum time that a test waits for one event.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Far below the heartbeat timeout of the tests that use it: what happens within it was noticed, and not found by silence. How fast it is
-/// measured in, `benchmarks/` says.
+/// Far below the heartbeat timeout of the tests that use it, so an event within this time was not found by silence.
+/// `benchmarks/` measures how fast it is.
 pub const AT_ONCE: Duration = Duration::from_secs(20);
 
-/// The heartbeat timeout where nothing is to be found by silence.
+/// Heartbeat timeout for tests in which no rank may be found by silence.
 pub const NEVER_SILENT: Duration = Duration::from_secs(60);
 
-/// A configuration with short timeouts.
+/// Returns a configuration with short timeouts.
 pub fn config(rank: usize, size: usize) -> Config {
     Config { secret: b"secret".to_vec(), connect_timeout: Duration::from_secs(20), ..Config::new(rank, size) }
 }
 
-/// Builds a group of `size` ranks in this process; returns the results by rank.
+/// Builds a group of `size` ranks in this process. Returns the results by rank.
 pub fn try_world(size: usize, adjust: impl Fn(&mut Config)) -> Vec<Result<Group>> {
     let bootstraps = (0..size).map(|rank| {
         let mut config = config(rank, size);
@@ -50,7 +50,7 @@ pub fn world_with(size: usize, adjust: impl Fn(&mut Config)) -> Vec<Group> {
     try_world(size, adjust).into_iter().map(|group| group.unwrap()).collect()
 }
 
-/// A group of `size` ranks with the default configuration.
+/// Builds a group of `size` ranks with the default configuration.
 pub fn world(size: usize) -> Vec<Group> {
     world_with(size, |_| ())
 }
@@ -73,14 +73,14 @@ pub fn cause(group: &Group) -> Error {
     group.health().cause().unwrap()
 }
 
-/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
-/// whose local address is 127.0.0.1.
+/// Returns a loopback address that only this process uses. A free port there is not taken by another test, nor by an
+/// outgoing connection, whose local address is 127.0.0.1.
 pub fn own_host() -> String {
     let [.., high, middle, low] = std::process::id().to_be_bytes();
     format!("127.{}.{middle}.{low}", 64 | high)
 }
 
-/// The TCP port in an address: behind the IP address, with 7 bits to a byte.
+/// Returns the TCP port in an address: behind the IP address, with 7 bits in each byte.
 pub fn port(address: &[u8]) -> u16 {
     let ip = address.windows(4).position(|bytes| bytes == [127, 0, 0, 1]).expect("listens on loopback");
     let rest = &address[ip + 4..];
@@ -96,7 +96,7 @@ pub fn unhex(text: &str) -> Vec<u8> {
     (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
 }
 
-/// The command that starts this test binary, in the emulator if cargo runs it in one.
+/// Returns the command that starts this test binary, in the emulator if cargo runs it in one.
 #[expect(clippy::disallowed_methods, reason = "tests for another architecture run in an emulator")]
 pub fn this_program() -> Command {
     let program = std::env::current_exe().unwrap();
@@ -150,17 +150,17 @@ impl Process {
         }
     }
 
-    /// The address of its rank.
+    /// Returns the address of the process's rank.
     pub fn address(&mut self) -> Vec<u8> {
         unhex(&self.read_after("ADDRESS "))
     }
 
-    /// Writes a line to its input.
+    /// Writes a line to the input of the process.
     pub fn write(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    /// Sends it all addresses, with which it connects.
+    /// Sends the process all addresses. It then connects.
     pub fn connect(&mut self, addresses: &[Vec<u8>]) {
         let all: Vec<String> = addresses.iter().map(|address| hex(address)).collect();
         self.write(&all.join(" "));
@@ -172,19 +172,19 @@ impl Process {
         rustix::process::kill_process(id, signal).unwrap();
     }
 
-    /// How many sockets it has open.
+    /// Returns the number of sockets that the process has open.
     pub fn sockets(&self) -> usize {
         sockets(self.child.id())
     }
 
-    /// Waits for its end and returns the signal that caused it.
+    /// Waits for the end of the process. Returns the signal that caused it.
     pub fn killed_by(mut self) -> Option<i32> {
-        // Waiting would close it, and so end the process.
+        // Waiting would close the input, and so end the process.
         let _input = self.child.stdin.take();
         std::os::unix::process::ExitStatusExt::signal(&self.child.wait().unwrap())
     }
 
-    /// Closes its input and returns its exit code.
+    /// Closes the input of the process. Returns its exit code.
     pub fn end(mut self) -> Option<i32> {
         drop(self.child.stdin.take());
         self.child.wait().unwrap().code()
@@ -231,7 +231,7 @@ pub fn join() -> Group {
     group
 }
 
-/// A world in which the ranks of `processes` are processes and the others are threads of this process, with this heartbeat timeout.
+/// Builds a world in which the ranks of `processes` are processes and the others are threads of this process.
 pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration) -> (Vec<Group>, Vec<Process>) {
     mixed_over(TransportChoice::Auto, entry, size, processes, heartbeat)
 }
@@ -261,7 +261,8 @@ pub fn mixed_over(
     (groups, others)
 }
 
-/// Runs a function in a forked child, which then exits, with code 0 unless the function panics. Returns the child's process id.
+/// Runs a function in a forked child, which then exits with 0 unless the function panics. Returns the child's process
+/// id.
 pub fn fork(in_child: impl FnOnce()) -> i32 {
     // SAFETY: the child runs `in_child`, which takes no lock that another thread may have held (the allocator has its own
     // handlers), and ends without running exit handlers of its parent.
@@ -287,7 +288,7 @@ pub fn exit_code(child: i32) -> i32 {
     libc::WEXITSTATUS(status)
 }
 
-/// How many sockets a process has open.
+/// Returns the number of sockets that a process has open.
 pub fn sockets(process: u32) -> usize {
     let open = std::fs::read_dir(format!("/proc/{process}/fd")).unwrap();
     let targets = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());

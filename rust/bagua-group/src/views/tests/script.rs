@@ -1,4 +1,4 @@
-//! Ranks with their control plane and agreement, over scripted connections: every step is a choice that a seed determines.
+//! Ranks with their control plane and agreement, over scripted connections. A seed determines every step.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -87,7 +87,7 @@ pub(super) enum Step {
 /// A change to the script just before the step with this number.
 pub(super) type Event = (usize, Box<dyn Fn(&mut Script)>);
 
-/// Ranks, what travels between them, and the groups that they build.
+/// Ranks, the messages between them, and the groups that they build.
 pub(super) struct Script {
     pub(super) nodes: Vec<Node>,
     quorum: Quorum,
@@ -108,7 +108,8 @@ impl Script {
         Script::connected(size, seed, quorum, FULL)
     }
 
-    /// Ranks with connections between every two, or in a world larger than `full` a few for each.
+    /// Creates ranks with a connection between every two of them. In a world larger than `full`, each rank has only a
+    /// few.
     pub(super) fn connected(size: usize, seed: u64, quorum: Quorum, full: usize) -> Script {
         let nodes = (0..size).map(|rank| Node {
             agreement: Agreement::new(rank, size, 1),
@@ -213,7 +214,7 @@ impl Script {
         steps
     }
 
-    /// Performs one step; false when none is possible.
+    /// Performs one step. Returns false if no step is possible.
     pub(super) fn step(&mut self) -> bool {
         let enabled = self.enabled();
         if enabled.is_empty() {
@@ -290,7 +291,7 @@ impl Script {
         true
     }
 
-    /// An event of the control plane of a rank, and what follows from it.
+    /// Handles an event of a rank's control plane, with everything that follows from it.
     pub(super) fn control(&mut self, rank: usize, event: impl FnOnce(&mut Overlay, &mut Vec<ControlAction>)) {
         let mut out = Vec::new();
         event(&mut self.nodes[rank].overlay, &mut out);
@@ -386,7 +387,7 @@ impl Script {
             }
             Action::Finish(outcome) => {
                 if matches!(outcome, Outcome::Opened(..)) {
-                    // It leaves the old group in order.
+                    // The rank leaves the old group in order.
                     self.control(rank, |overlay, out| overlay.leave(false, out));
                     self.nodes[rank].leaving = true;
                 }
@@ -410,7 +411,7 @@ impl Script {
         }
     }
 
-    /// Kills a rank; some of its last messages may not have left it.
+    /// Kills a rank. Some of its last messages may be lost.
     pub(super) fn kill(&mut self, rank: usize) {
         if !self.takes_part(rank) {
             return;
@@ -424,7 +425,7 @@ impl Script {
         self.end_lines(rank);
     }
 
-    /// Cuts two ranks off from each other, of which both learn by missing heartbeats.
+    /// Cuts two ranks off from each other. Both notice it by missing heartbeats.
     pub(super) fn cut_off(&mut self, a: usize, b: usize) {
         for (from, to) in [(a, b), (b, a)] {
             self.cut.insert((from, to));
@@ -437,7 +438,7 @@ impl Script {
         }
     }
 
-    /// Runs to the end, with these events before the steps of these numbers. Ranks that wait repeat what they said, a few times.
+    /// Runs to the end, with each event before the step of its number. Waiting ranks repeat their messages a few times.
     pub(super) fn run(&mut self, mut events: Vec<Event>) {
         let mut reminders = 0;
         loop {
@@ -460,7 +461,7 @@ impl Script {
         }
     }
 
-    /// The deadline passes on every rank that still takes part.
+    /// Makes the deadline pass on every rank that still takes part.
     pub(super) fn expire(&mut self) {
         for late in [false, true] {
             for rank in 0..self.nodes.len() {
@@ -478,7 +479,7 @@ impl Script {
         (0..self.nodes.len()).filter(|rank| self.nodes[*rank].alive).collect()
     }
 
-    /// All survivors are in the same view.
+    /// Checks that all survivors are in the same view.
     #[track_caller]
     pub(super) fn check_together(&self, script: &str) {
         let survivors = self.survivors();
