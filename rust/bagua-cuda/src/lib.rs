@@ -12,7 +12,7 @@
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
 //! | [`device_lane`] | a lane's streams and pinned memory on a device, and the arrays in use |
 //! | [`device`] | [`OperationDevice`]: the core's device, one per operation |
-//! | [`collective_factory`] | [`Factory`]: a lane's collective, which passes arrays on devices to the chosen collective |
+//! | [`collective_factory`] | [`Factory`]: a lane's collective, which passes device arrays to the chosen collective |
 //! | [`collective_choice`] | which collective the ranks choose, and why |
 //! | `shard_addresses` | where the shards of an operation are |
 //! | [`staged`] | the collective that copies through pinned memory and uses the host's collective |

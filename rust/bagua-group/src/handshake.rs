@@ -1,4 +1,4 @@
-//! The handshake of a connection: both ends authenticate with the job's secret and agree on the purpose of the connection.
+//! The handshake of a connection: both ends authenticate with the job's secret and agree on the connection's purpose.
 //!
 //! ```text
 //! client  hello    magic, version, world size, from, to, purpose, group, channel, index, job, nonce     (fixed length)
@@ -9,8 +9,8 @@
 //!
 //! The server's version follows the code that refuses a version, so that the client's error names both.
 //!
-//! Both proofs cover the hello, so that its fields cannot be changed in transit. The two labels prevent the replay of an answer as a
-//! proof. All messages have fixed lengths. Every step has a time limit.
+//! Both proofs cover the hello, so that its fields cannot be changed in transit. The two labels prevent the replay of
+//! an answer as a proof. All messages have fixed lengths. Every step has a time limit.
 
 use std::time::Duration;
 

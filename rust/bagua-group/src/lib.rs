@@ -9,14 +9,14 @@
 //! | `joining` | joining a running elastic job |
 //! | `blocking_frames` | frames over one connection, for threads that wait: joining, stores |
 //! | `duplicate` | a group of the same ranks with connections of its own |
-//! | `collecting` | how long events are collected before what follows from them is done once |
-//! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
+//! | `collecting` | waits that let a rank handle many events in quick succession together |
+//! | `control` | the control plane: a thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `serve` | servers: accepting connections, their authentication, the thread |
 //! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
-//! | `builder`, `lane` | building a lane: shared memory, collective; the operations of a lane, and the lanes of an engine |
+//! | `builder`, `lane` | building a lane: shared memory, collective; operations of a lane, and the lanes of an engine |
 //! | `streams` | the streams of a lane, which open on demand |
 //! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
 //! | `message_streams` | the streams of a group's messages |

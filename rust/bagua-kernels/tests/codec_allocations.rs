@@ -1,4 +1,4 @@
-//! Invariant 4 of `codec`: no allocation once warm. Alone in its file, because it counts the allocations of the process.
+//! Invariant 4 of `codec`: no allocation once warm. Alone in its file, as it counts the allocations of the process.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

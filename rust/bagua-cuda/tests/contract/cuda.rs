@@ -117,7 +117,7 @@ impl Drop for CudaMemory {
     }
 }
 
-/// Takes host buffers, and runs everything on copies of them on the device: so that the contract of host memory is asked of it.
+/// Takes host buffers and runs everything on copies of them on the device, so that the contract of host memory applies.
 struct OnCuda {
     staged: Box<dyn Collective>,
     driver: &'static Driver,

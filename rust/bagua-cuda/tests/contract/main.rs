@@ -1,4 +1,5 @@
-//! The core's contract of collectives, asked of `staged` on CUDA devices: the simulated driver's, where `make cuda-sim` has built it or can.
+//! The core's contract of collectives, with `staged` on CUDA devices of the simulated driver, if `make cuda-sim` has
+//! built it or can.
 
 #[macro_use]
 #[path = "../../../bagua-core/tests/main/contract/collectives.rs"]

@@ -1,7 +1,8 @@
 //! Changes of an input: bits, numbers at their limits, lengths, and pieces that are cut out, doubled, or taken from
 //! another input.
 
-/// A sequence of choices that a seed determines (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+/// A sequence of choices that a seed determines: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+/// Generators", OOPSLA 2014.
 pub(super) struct Choices(u64);
 
 impl Choices {

@@ -1,4 +1,5 @@
-//! Tests that fork, that count the descriptors and threads of their process, or that set a limit of it, so that no other test may run in that process meanwhile.
+//! Tests that fork, count the descriptors and threads of their process, or set a limit of it. No other test may run in
+//! that process meanwhile.
 //! nextest gives every test its own process. `cargo test` runs them as threads, which [`alone`] serialises.
 
 mod descriptors;

@@ -1,4 +1,4 @@
-//! Tensors in arenas: results bitwise equal to those of other memory, any mixture of memory among the ranks, and freeing.
+//! Tensors in arenas: bitwise the same results as in other memory, any mixture of memory among the ranks, and freeing.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -196,7 +196,8 @@ fn any_mixture_of_arenas_offsets_and_ordinary_memory_gives_the_same_result() {
         let (first, second) = (rank.group.arena(bytes + 800, "one").unwrap(), rank.group.arena(bytes, "two").unwrap());
         let expected = by_streams(&mut rank, DType::F32, bytes, ReduceOp::Sum);
         let mut ordinary = vec![0; bytes];
-        // By rank: the first arena, the second, or ordinary memory (2), and the offset. Zero-copy where no rank has ordinary memory.
+        // For each rank: the first arena, the second, or ordinary memory (2), and the offset. Zero-copy needs arenas on
+        // all ranks.
         let cases: [([usize; 3], [usize; 3]); 7] = [
             ([0, 0, 2], [0; 3]),
             ([2, 0, 0], [0; 3]),

@@ -341,7 +341,7 @@ fn a_failure_and_a_departure_reach_a_member_that_builds_the_sub_group_later() {
     first.raise("ValueError", "early");
     let second = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
     second.leave();
-    // The messages of rank 0 arrive in order: when it has departed from the world group, the earlier messages have arrived.
+    // Messages of rank 0 arrive in order, so they have arrived before rank 0 departs from the world group.
     groups[0].leave();
     until("the peer has departed", || groups[1].health().has_departed(0));
     let first = groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap();

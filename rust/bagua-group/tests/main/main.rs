@@ -1,5 +1,5 @@
-//! Tests of the public interface of groups. They are one program, because each program links the whole crate. Tests that need a process
-//! of their own are in `alone`.
+//! Tests of the public interface of groups, in one program, because each program links the whole crate. Tests that
+//! need a process of their own are in `alone`.
 
 mod arenas;
 mod attacks;

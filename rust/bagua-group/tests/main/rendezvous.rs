@@ -1,4 +1,4 @@
-//! The exchange of addresses through TCP and files: any order of arrival, missing ranks, wrong clients, misconfigured ranks.
+//! Exchange of addresses by TCP and files: any order of arrival, missing ranks, wrong clients, misconfigured ranks.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};

@@ -155,7 +155,7 @@ fn an_all_reduce_of_many_ranks_opens_further_streams_along_the_ring_only() {
         });
         groups.iter().map(|group| streams(group).0).max().unwrap()
     };
-    // Doubling: a stream to each of log2 n ranks and to those beside this one, and to the one whose values are added first.
+    // Doubling uses a stream to each of log2 n ranks, to the neighbours, and to the rank whose values are added first.
     let small = sum(4 << 10);
     assert!(small <= 4 + 2 + 1, "{small}");
     // A ring: the second to two of them.
@@ -197,7 +197,7 @@ fn ranks_that_run_different_operations_get_a_mismatch_although_they_open_differe
 
 #[test]
 fn a_rank_that_does_not_come_while_streams_open_is_named_in_a_timeout() {
-    // Both directions: the higher rank dials. The two ranks that come meet long before the deadline, also on a busy machine.
+    // In both directions, the higher rank dials. The two ranks meet long before the deadline, even on a busy machine.
     let options = Options { timeout: Some(Duration::from_secs(8)), label: "bucket 7", ..Options::default() };
     let come_without = |absent| {
         let groups = tcp_world(3);
