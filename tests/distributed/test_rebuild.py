@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import signal
@@ -14,18 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import bagua as base
 import bagua.torch_api as bagua
-from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError, process_state
+from bagua import BaguaError, PeerLostError, PeerRaisedError, process_state
 from bagua import group as neutral
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.membership import torch_init_process_group
-from bagua.torch_api.membership.state import membership_state
-from bagua.torch_api.membership.torch_store_connection import StoreClient
 from tests.waits import for_ever, meet
 
 World = Callable[..., Any]
@@ -173,13 +168,6 @@ def test_four_ranks_become_three_two_and_one_by_kills(world: World, optimizer: s
     assert results[2][2] == expected
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
-def test_the_survivors_of_kills_are_bitwise_equal(world: World, optimizer: str) -> None:
-    ends = {3: 0}
-    results = world(4, expect_exit={0: -signal.SIGKILL}).run(lose_one_by_one, optimizer, ends, signal.SIGKILL)
-    check_against_plain(results, [1, 2, 3], optimizer, [4] * 3 + [3] * 5)
-
-
 @pytest.mark.slow
 def test_four_ranks_become_three_and_two_by_freezing(world: World) -> None:
     ends = {2: 3, 4: 2}
@@ -191,33 +179,6 @@ def test_four_ranks_become_three_and_two_by_freezing(world: World) -> None:
 def test_of_two_ranks_rank_0_dies(world: World) -> None:
     results = world(2, expect_exit={0: -signal.SIGKILL}).run(lose_one_by_one, "adam", {3: 0}, signal.SIGKILL)
     check_against_plain(results, [1], "adam", [2] * 3 + [1] * 5)
-
-
-def keeps_its_store(rank: int, ends: list[int]) -> list[bool]:
-    """Whether each rebuild took the store that was there, where one of the ranks dies before each."""
-    bagua.init_process_group()
-    names, kept = list(range(bagua.get_world_size())), []
-    for end in ends:
-        meet(f"before the end of {end}", rank, names)
-        if rank == end:
-            die()
-        before = dict(membership_state.stores)
-        with pytest.raises(PeerLostError):
-            for_ever(bagua.barrier)
-        rebuilt = bagua.rebuild()
-        names = [names[former] for former in rebuilt.ranks]
-        kept.append(membership_state.stores == before)
-        # By the keys of this group, and not those of the one before.
-        assert dist.new_group().size() == rebuilt.world_size
-        dist.barrier()
-    bagua.destroy_process_group()
-    return kept
-
-
-def test_a_new_store_is_opened_only_where_the_rank_that_served_the_old_one_is_lost(world: World) -> None:
-    ends = [2, 0, 3]
-    results = world(5, expect_exit=dict.fromkeys(ends, -signal.SIGKILL)).run(keeps_its_store, ends)
-    assert [results[rank] for rank in (1, 4)] == [[True, False, True]] * 2
 
 
 # --- one step apart ---------------------------------------------------------------------------------------------------
@@ -312,24 +273,6 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
     return *finish(model, steps), rebuilt
 
 
-def torch_fails_to_begin(rank: int) -> tuple[int, int]:
-    world = base.init()
-    own = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    begin_gloo, count = torch_init_process_group.begin_gloo, torch.distributed.distributed_c10d._world
-    # Of two ranks, one of which never comes.
-    torch_init_process_group.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
-    before = count.group_count
-    with pytest.raises(TimeoutError):
-        torch_init_process_group.init_torch(StoreClient(own), world)
-    base.shutdown()
-    return before, count.group_count
-
-
-def test_torch_numbers_its_groups_alike_on_ranks_that_failed_to_begin_and_others(world: World) -> None:
-    ((before, after),) = world(1, env={"BAGUA_TIMEOUT": "1"}).run(torch_fails_to_begin)
-    assert after == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
@@ -374,95 +317,7 @@ def test_weights_and_flags_of_the_survivors_stay(world: World) -> None:
     world(3, expect_exit={2: -signal.SIGKILL}).run(votes_survive)
 
 
-def fails_while_another_is_lost(rank: int) -> list[str]:
-    module: Any = sys.modules["bagua.torch_api.membership.rebuild"]
-    model, steps = begin()
-    meet("before it dies", rank, range(3))
-    if rank == 2:
-        die()
-    with pytest.raises(PeerLostError):
-        make_step(model, steps, 0)
-    errors = iter((KeyError("its own"), ValueError("at last")))
-
-    def wrap(*args: Any) -> None:
-        if rank == 1:
-            die()
-        raise next(errors)
-
-    module._Model.wrap = wrap
-    with pytest.raises(ValueError, match="at last") as raised:
-        bagua.rebuild()
-    chain: list[str] = []
-    error: BaseException | None = raised.value
-    while error is not None:
-        chain.append(type(error).__name__)
-        error = error.__cause__
-    bagua.destroy_process_group()
-    return chain
-
-
-@pytest.mark.slow
-def test_what_a_rank_raised_while_the_group_failed_is_the_cause_of_a_later_error(world: World) -> None:
-    ends = {1: -signal.SIGKILL, 2: -signal.SIGKILL}
-    results = world(3, expect_exit=ends, timeout=150).run(fails_while_another_is_lost)
-    assert results[0] == ["ValueError", "PeerLostError", "KeyError"]
-
-
 # --- refused ----------------------------------------------------------------------------------------------------------
-
-
-def smaller_half(rank: int) -> Any:
-    model, steps = begin()
-    processes = pids()
-    meet("before they freeze", rank, range(4))
-    if rank in (0, 3):
-        os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(PeerLostError):
-        make_step(model, steps, 0)
-    with pytest.raises(BaguaError, match="quorum") as refused:
-        bagua.rebuild()
-    if rank == 1:
-        for frozen in (0, 3):
-            os.kill(processes[frozen], signal.SIGKILL)
-    rebuilt = None
-    while rebuilt is None:
-        # Until they are known to have ended.
-        with contextlib.suppress(BaguaError):
-            rebuilt = bagua.rebuild(timeout=20)
-    make_step(model, steps, 0)
-    return *finish(model, steps), str(refused.value), rebuilt.world_size
-
-
-@pytest.mark.slow
-def test_the_smaller_half_is_refused_and_goes_on_when_the_others_have_ended(world: World) -> None:
-    ends = {0: -signal.SIGKILL, 3: -signal.SIGKILL}
-    results = world(4, env=HEARTBEAT, expect_exit=ends).run(smaller_half)
-    check_against_plain(results, [1, 2], "momentum", [2])
-    for result in results[1:3]:
-        assert "may live on" in result[2]
-        assert result[3] == 2
-
-
-def not_called(rank: int) -> Any:
-    model, steps = begin()
-    make_step(model, steps, 0)
-    missing: tuple[int, ...] = ()
-    if rank == 0:
-        with pytest.raises(BaguaTimeoutError) as raised:
-            bagua.rebuild(timeout=0.5)
-        missing = raised.value.missing
-        bagua.barrier()
-    else:
-        bagua.barrier()
-    bagua.rebuild()
-    make_step(model, steps, 1)
-    return *finish(model, steps), missing
-
-
-def test_ranks_that_run_and_have_not_called_are_named_and_all_go_on_afterwards(world: World) -> None:
-    results = world(2).run(not_called)
-    check_against_plain(results, [0, 1], "momentum", [2, 2])
-    assert [result[2] for result in results] == [(1,), ()]
 
 
 def refused_arguments(rank: int) -> None:
