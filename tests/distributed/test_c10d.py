@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +31,6 @@ DTYPES = (
 WITHOUT_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 ORDERED = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-BIG = 8 << 20
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -58,18 +55,6 @@ def all_reduce_equals_gloo_for_every_type_and_operation(pair: Pair) -> None:
             return tensor
 
         pair.both(verb)
-
-
-def integers_that_gloo_lacks_are_reduced_as_numpy_does(pair: Pair) -> None:
-    combine = (np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)
-    oracle = list(zip((*ORDERED, *BITWISE), combine, strict=True))
-    for dtype, (op, combined) in itertools.product(WITHOUT_GLOO, oracle):
-        info = torch.iinfo(dtype)
-        values = [[info.max, info.min, info.max - rank, rank + 1] for rank in range(pair.size)]
-        mine = torch.tensor(values[pair.rank], dtype=dtype)
-        dist.all_reduce(mine, op, group=pair.ours)
-        expected = functools.reduce(combined, [torch.tensor(each, dtype=dtype).numpy() for each in values])
-        assert mine.tolist() == expected.tolist(), f"{dtype} {op}"
 
 
 def all_reduce_takes_tensors_that_are_not_contiguous(pair: Pair) -> None:
@@ -104,14 +89,6 @@ def avg_divides_once_and_cuts_integers_towards_zero(pair: Pair) -> None:
         tensor = data(pair.rank, 6, dtype=dtype)
         dist.all_reduce(tensor, ReduceOp.AVG, group=pair.ours)
         torch.testing.assert_close(tensor, sum(data(rank, 6, dtype=dtype) for rank in range(pair.size)) / pair.size)
-
-
-def complex_tensors_are_summed(pair: Pair) -> None:
-    for dtype in (torch.complex64, torch.complex128):
-        tensor = torch.complex(data(pair.rank, 4), data(pair.rank + 9, 4)).to(dtype)
-        dist.all_reduce(tensor, group=pair.ours)
-        parts = [torch.complex(data(rank, 4), data(rank + 9, 4)) for rank in range(pair.size)]
-        assert torch.equal(tensor, sum(parts).to(dtype))
 
 
 def sparse_tensors_are_summed_as_gloo_does(pair: Pair) -> None:
@@ -303,43 +280,6 @@ def all_to_all_refuses_rows_that_the_ranks_cannot_divide(pair: Pair) -> None:
     dist.barrier(group=pair.ours)
 
 
-def coalesced_forms_equal_their_single_ones(pair: Pair) -> None:
-    for device in (None, torch.device("cpu")):
-        tensors = [data(pair.rank, 3), data(pair.rank, 5)]
-        with dist._coalescing_manager(group=pair.ours, device=device, async_ops=True) as manager:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=pair.ours)
-        manager.wait()
-        for tensor, count in zip(tensors, (3, 5), strict=True):
-            assert torch.equal(tensor, sum(data(rank, count) for rank in range(pair.size)))
-        outputs = [torch.zeros(pair.size * count) for count in (3, 5)]
-        with dist._coalescing_manager(group=pair.ours, device=device):
-            for output, count in zip(outputs, (3, 5), strict=True):
-                dist.all_gather_into_tensor(output, data(pair.rank, count), group=pair.ours)
-        for output, count in zip(outputs, (3, 5), strict=True):
-            assert torch.equal(output, torch.cat([data(rank, count) for rank in range(pair.size)]))
-        parts = [torch.zeros(count) for count in (3, 5)]
-        with dist._coalescing_manager(group=pair.ours, device=device):
-            for part, count in zip(parts, (3, 5), strict=True):
-                dist.reduce_scatter_tensor(part, torch.ones(pair.size * count), group=pair.ours)
-        assert all(torch.equal(part, torch.full_like(part, pair.size)) for part in parts)
-
-
-def objects_reach_every_rank(pair: Pair) -> None:
-    found: list[Any] = [None] * pair.size
-    dist.all_gather_object(found, {"rank": pair.rank}, group=pair.ours)
-    assert found == [{"rank": rank} for rank in range(pair.size)]
-    objects = [f"from {pair.rank}", pair.rank]
-    dist.broadcast_object_list(objects, pair.world_rank(1), group=pair.ours)
-    assert objects == ["from 1", 1]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, [f"to {rank}" for rank in range(pair.size)], pair.world_rank(0), group=pair.ours)
-    assert mine == [f"to {pair.rank}"]
-    gathered: list[Any] | None = [None] * pair.size if pair.rank == 0 else None
-    dist.gather_object(pair.rank, gathered, pair.world_rank(0), group=pair.ours)
-    assert gathered == (list(range(pair.size)) if pair.rank == 0 else None)
-
-
 def a_message_to_oneself_is_refused_and_the_group_stays_usable(pair: Pair) -> None:
     x, own = torch.ones(2), pair.world_rank(pair.rank)
     both = [dist.P2POp(verb, x, own, pair.ours) for verb in (dist.isend, dist.irecv)]
@@ -347,34 +287,6 @@ def a_message_to_oneself_is_refused_and_the_group_stays_usable(pair: Pair) -> No
         with pytest.raises(ValueError, match="is this rank itself: copy the tensor"):
             call()
     pair.both(lambda group: (dist.all_reduce(y := torch.ones(2), group=group), y))
-
-
-def large_messages_that_cross_arrive(pair: Pair) -> None:
-    following, before = (pair.rank + 1) % pair.size, (pair.rank - 1) % pair.size
-    mine, theirs = torch.full((BIG // 4,), float(pair.rank)), torch.zeros(BIG // 4)
-    sent = dist.isend(mine, pair.world_rank(following), group=pair.ours)
-    received = dist.irecv(theirs, pair.world_rank(before), group=pair.ours)
-    sent.wait()
-    received.wait()
-    assert torch.equal(theirs, torch.full_like(theirs, before))
-    operations = [
-        dist.P2POp(dist.isend, mine, pair.world_rank(following), pair.ours),
-        dist.P2POp(dist.irecv, theirs.zero_(), pair.world_rank(before), pair.ours),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert torch.equal(theirs, torch.full_like(theirs, before))
-
-
-def messages_are_matched_by_tag_and_not_by_order(pair: Pair) -> None:
-    if pair.rank == 0:
-        for tag in (3, 1, 2):
-            dist.send(torch.full((2,), float(tag)), pair.world_rank(1), group=pair.ours, tag=tag)
-    if pair.rank == 1:
-        for tag in (1, 2, 3):
-            tensor = torch.zeros(2)
-            assert dist.recv(tensor, pair.world_rank(0), group=pair.ours, tag=tag) == pair.world_rank(0)
-            assert tensor.tolist() == [tag, tag]
 
 
 def a_receive_from_any_source_names_its_sender(pair: Pair) -> None:
@@ -389,21 +301,6 @@ def a_receive_from_any_source_names_its_sender(pair: Pair) -> None:
     else:
         mine = torch.tensor([dist.get_rank()], dtype=torch.int16)
         dist.send(mine, pair.world_rank(0), group=pair.ours, tag=5)
-
-
-def a_message_may_be_open_during_a_collective(pair: Pair) -> None:
-    tensor, received = torch.zeros(4), None
-    if pair.rank == 0:
-        received = dist.irecv(tensor, pair.world_rank(1), group=pair.ours)
-    total = torch.ones(3)
-    dist.all_reduce(total, group=pair.ours)
-    assert torch.equal(total, torch.full((3,), float(pair.size)))
-    if pair.rank == 1:
-        dist.send(torch.ones(4), pair.world_rank(0), group=pair.ours)
-    if received is not None:
-        assert not received.is_completed() or torch.equal(tensor, torch.ones(4))
-        received.wait()
-        assert torch.equal(tensor, torch.ones(4))
 
 
 def futures_complete_without_being_waited_for(pair: Pair) -> None:
@@ -454,23 +351,6 @@ def value(future: torch.futures.Future[Any]) -> float:
     return float(found[0]) if isinstance(found, list) else float(found)
 
 
-def a_continuation_may_wait_for_a_future_that_was_asked_for_before(pair: Pair) -> None:
-    begun = [threading.Event() for _ in range(3)]
-    last = receive(pair, 9)
-
-    def wait(tag: int) -> Any:
-        begun[tag].set()
-        return last.wait()[0] + tag
-
-    # More of them than gloo has threads.
-    ends = [receive(pair, tag).then(lambda _, tag=tag: wait(tag)) for tag in range(3)]
-    send(pair, 0, 1, 2)
-    for each in begun:
-        assert each.wait(LIMIT.total_seconds()), "the continuation does not run"
-    send(pair, 9)
-    assert [value(end) for end in ends] == [9.0, 10.0, 11.0]
-
-
 def a_continuation_of_a_continuation_may_wait_for_another_future(pair: Pair) -> None:
     chained: list[torch.futures.Future[Any]] = []
     has_chained = threading.Event()
@@ -498,23 +378,6 @@ def continuations_that_run_one_after_another_share_threads(pair: Pair) -> None:
     assert len(threads) < 10
 
 
-def a_chain_of_continuations_shares_threads(pair: Pair) -> None:
-    threads, ended = set(), threading.Event()
-
-    def step(done: torch.futures.Future[Any], left: int = 20) -> None:
-        threads.add(threading.current_thread())
-        if left:
-            work = dist.all_reduce(done.value()[0], ReduceOp.MAX, group=pair.ours, async_op=True)
-            work.get_future().then(functools.partial(step, left=left - 1))
-        else:
-            ended.set()
-
-    receive(pair, 0).then(step)
-    send(pair, 0)
-    assert ended.wait(LIMIT.total_seconds()), "the chain does not end"
-    assert len(threads) < 10
-
-
 def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:
     if pair.rank == 0:
         tensor = torch.zeros(2)
@@ -528,17 +391,6 @@ def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:
     elif pair.rank == 1:
         dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
         dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=8)
-
-
-def functional_collectives_work(pair: Pair) -> None:
-    import torch.distributed._functional_collectives as functional
-
-    total = functional.all_reduce(data(pair.rank, 4), "sum", pair.ours)
-    assert torch.equal(total, sum(data(rank, 4) for rank in range(pair.size)))
-    gathered = functional.all_gather_tensor(data(pair.rank, 2), 0, pair.ours)
-    assert torch.equal(gathered, torch.cat([data(rank, 2) for rank in range(pair.size)]))
-    part = functional.reduce_scatter_tensor(torch.ones(pair.size), "sum", 0, pair.ours)
-    assert part.item() == pair.size
 
 
 def events_of(profile: Any) -> dict[str, Any]:

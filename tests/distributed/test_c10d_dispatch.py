@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -154,14 +153,6 @@ def messages(group: Group, x: torch.Tensor) -> Tensors:
     return [x]
 
 
-def message_from_any_rank(group: Group, x: torch.Tensor) -> Tensors:
-    if group.rank() == 0:
-        dist.send(x, world_rank(group, 1), group=group)
-    if group.rank() == 1:
-        dist.recv(x, group=group)
-    return [x]
-
-
 def batch_of_messages(group: Group, x: torch.Tensor) -> Tensors:
     out = torch.zeros_like(x)
     peer = world_rank(group, 1 - group.rank())
@@ -222,7 +213,6 @@ VERBS: tuple[Verb, ...] = (
     all_to_all,
     barrier,
     messages,
-    message_from_any_rank,
     batch_of_messages,
     objects,
     functional_all_reduce,
@@ -295,13 +285,6 @@ def of_a_fake_tensor(pair: Pair, verb: Verb) -> tuple[Any, Any]:
     return shapes(pair.ours), shapes(pair.gloo)
 
 
-def of_a_meta_tensor(pair: Pair, verb: Verb) -> tuple[Any, Any]:
-    def shapes(group: Group) -> Any:
-        return outcome(lambda: [tensor.shape for tensor in verb(group, torch.ones(4, device="meta"))])
-
-    return shapes(pair.ours), shapes(pair.gloo)
-
-
 def is_counted_as_on_gloo(pair: Pair, verb: Verb) -> tuple[Any, Any]:
     def counts(group: Group, mode: CommDebugMode, inner: Any) -> Any:
         with mode, inner:
@@ -344,7 +327,6 @@ KINDS: tuple[Kind, ...] = (
     of_a_tensor_that_holds_tensors,
     of_a_subclass,
     of_a_fake_tensor,
-    of_a_meta_tensor,
     is_counted_as_on_gloo,
     is_traced_as_on_gloo,
     moves_version_counters_as_on_gloo,
@@ -368,23 +350,6 @@ TABLE = [field(kind, verb) for kind, verb in itertools.product(KINDS, VERBS)]
 
 
 @needs_backend_class(WHY)
-def tensors_of_transforms_are_those_that_gloo_takes(pair: Pair) -> None:
-    def summed(group: Group, x: torch.Tensor) -> torch.Tensor:
-        total = x.detach().clone()
-        dist.all_reduce(total, group=group)
-        return (x * total).sum()
-
-    for transform in (torch.func.grad, torch.func.vmap, torch.func.functionalize):
-
-        def verb(group: Group, transform: Any = transform) -> Any:
-            return outcome(lambda: transform(lambda x: summed(group, x))(torch.ones(3, 2)))
-
-        pair.both(verb)
-    zero = torch._efficientzerotensor(4)
-    pair.both(lambda group: all_gather(group, zero) + all_gather_into_tensor(group, zero))
-
-
-@needs_backend_class(WHY)
 def works_under_a_mode_have_all_methods(pair: Pair) -> None:
     x = torch.ones(3)
     with CommDebugMode():
@@ -403,22 +368,6 @@ def a_changed_view_or_copy_does_not_count(pair: Pair) -> None:
     for tensor in (torch.ones(3, 2).t(), torch.ones(3, dtype=torch.int64)):
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=pair.ours)
         assert (tensor._version, tensor.flatten()[0].item()) == (0, 1)
-
-
-def sharded_tensors_are_gathered_in_the_memory_that_they_are_in(pair: Pair) -> None:
-    from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-    def verb(group: Group) -> Any:
-        places = [f"rank:{rank}/cpu" for rank in range(pair.size)]
-        shards = sharded_tensor.full(ChunkShardingSpec(0, places), (6, 2), 7.0, process_group=group)
-        whole = torch.zeros(6, 2) if pair.rank == 0 else None
-        shards.gather(0, whole)
-        return [] if whole is None else whole
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        pair.both(verb)
 
 
 CASES = [*TABLE, *cases_in(globals())]

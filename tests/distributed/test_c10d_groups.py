@@ -249,46 +249,6 @@ def test_a_world_of_one_needs_neither_a_launcher_nor_the_compiler(detail: bool) 
     assert done.returncode == 0, done.stderr
 
 
-OLDER = """
-import gc, sys, torch, torch.distributed as dist
-import bagua.c10d
-
-def steps(call):
-    # Instructions of Python that a call takes.
-    count = 0
-    def trace(frame, event, argument):
-        nonlocal count
-        count += 1
-        frame.f_trace_opcodes = True
-        return trace
-    sys.settrace(trace)
-    call()
-    sys.settrace(None)
-    return count
-
-from bagua.c10d import backend
-backend.BACKEND_HAS_CONSTRUCTOR = False
-dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
-group, x = dist.new_group([0]), torch.ones(3)
-# Only torch's C++ code has these, and calls them later.
-started = [id(group.allreduce([x])) for _ in range(3)]
-gc.collect()
-assert [id(work) for work in group._kept] == started
-next(iter(group._kept)).wait()
-group.allreduce([x]).wait()
-assert len(group._kept) == 3
-few = steps(lambda: group.allreduce([x]))
-for _ in range(1100):
-    group.allreduce([x])
-assert len(group._kept) == 1001
-assert steps(lambda: group.allreduce([x])) < 2 * few
-assert group.group_name and group.group_name != dist.group.WORLD.group_name
-dist.destroy_process_group(group)
-dist.all_reduce(x)
-dist.destroy_process_group()
-"""
-
-
 UNSUPPORTED = """
 import sys, torch, torch.distributed as dist
 import bagua.c10d
@@ -316,12 +276,6 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_what_a_newer_torch_asks_a_group_for_has_an_answer() -> None:
     done = subprocess.run([sys.executable, "-c", UNSUPPORTED], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_without_a_c_half_a_group_keeps_its_name_and_the_works_that_no_thread_has_waited_for() -> None:
-    done = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
