@@ -54,17 +54,6 @@ def a1_averages_are_exact_within_rounding_and_equal_on_all_ranks(rank: int) -> N
                 assert same_everywhere(*results)
 
 
-def a1_integers_are_averaged_exactly_by_powers_of_two(rank: int) -> None:
-    size = size_of_world()
-    if size == 3:
-        size = 1
-    for group in groups():
-        model = Several((64,))
-        model.list[0].grad = torch.arange(64.0) * (rank + 1 if size > 1 else 1)
-        AllReduceAggregation(size, group=group).agg_grad()(model, "avg_world")
-        assert torch.equal(gradients(model)[0], torch.arange(64.0) * (size + 1) / 2)
-
-
 def a2_mixed_dtypes_keep_dtype_shape_identity_and_storage(rank: int) -> None:
     size = size_of_world()
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
@@ -114,15 +103,6 @@ def a3_a_custom_denominator_divides_the_sum(rank: int) -> None:
                         assert_close(result.double(), everybody.sum(0) / 7, rtol=1e-5, atol=1e-6)
 
 
-def a3_a_denominator_of_the_world_size_is_the_average(rank: int) -> None:
-    size = size_of_world()
-    model = Several(*SHAPES)
-    fill(model, rank)
-    AllReduceAggregation(size).agg_grad()(model, "avg_custom", size)
-    for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
-        assert_is_mean(result, everybody)
-
-
 def a3_different_denominators_divide_before_the_sum_or_each_rank_its_own(rank: int) -> None:
     size = size_of_world()
     model = Several((6, 8))
@@ -145,21 +125,6 @@ def a3_a_large_denominator_does_not_lose_who_has_a_gradient(rank: int) -> None:
             model.list[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
         AllReduceAggregation(size, before).agg_grad()(model, "avg_custom", 1e9)
         assert_close(gradients(model)[0].float(), torch.full((3,), 3e-5), rtol=0.01, atol=0)
-
-
-def a4_dividing_before_equals_dividing_after(rank: int) -> None:
-    size = size_of_world()
-    for group in groups():
-        results = []
-        for before in (False, True):
-            model = Several(*SHAPES)
-            fill(model, rank)
-            AllReduceAggregation(size, before, group=group).agg_grad()(model, "avg_world")
-            results.append(gradients(model))
-            assert same_everywhere(*gradients(model))
-        for index, everybody in enumerate(inputs(Several(*SHAPES), size)):
-            for result in (results[0][index], results[1][index]):
-                assert bool(((result - everybody.mean(0)).abs() <= 4 * 2**-23 * everybody.abs().sum(0)).all())
 
 
 def a4_half_precision_averages_do_not_overflow_in_between(rank: int) -> None:
@@ -223,14 +188,6 @@ def a7_closures_return_nothing_and_touch_only_what_they_are_for(rank: int) -> No
         assert all(torch.equal(g, kept) for g, kept in zip(gradients(model), kept_gradients, strict=True))
 
 
-def a7_buffers_stay_this_ranks_own(rank: int) -> None:
-    model = torch.nn.BatchNorm1d(3)
-    assert model.running_mean is not None
-    model.running_mean.fill_(rank)
-    AllReduceAggregation(size_of_world()).agg_model()(model, "avg_world")
-    assert model.running_mean.tolist() == [float(rank)] * 3
-
-
 def a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_no_rank_has(rank: int) -> None:
     size = size_of_world()
     for group in groups():
@@ -271,18 +228,6 @@ def a9_one_collective_per_dtype_or_one_per_parameter(rank: int) -> None:
     assert collectives(lambda: plain.agg_model()(model, "avg_world")) == {"all_reduce": 2}
     assert collectives(lambda: plain.agg_grad(True)(model, "avg_world")) == {"all_reduce": len(SHAPES)}
     assert collectives(lambda: plain.agg_model(True)(model, "avg_world")) == {"all_reduce": len(SHAPES)}
-
-
-def a9_without_horovod_the_horovod_class_works_over_the_engine(rank: int) -> None:
-    size = size_of_world()
-    for before in (False, True):
-        results = []
-        for kind in (AllReduceAggregation, AllReduceAggregationHVD):
-            model = Several(*SHAPES)
-            fill(model, rank)
-            kind(size, before).agg_grad()(model, "avg_world")
-            results.append(gradients(model))
-        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 class Horovod(types.ModuleType):

@@ -74,14 +74,6 @@ def a23_a_ring_contracts_by_its_second_eigenvalue_and_keeps_the_mean(rank: int) 
         distance = smaller
 
 
-def a23_no_neighbours_change_nothing(rank: int) -> None:
-    model = Several(*SHAPES)
-    fill(model, rank)
-    kept = [gradient.clone() for gradient in gradients(model)]
-    DecentralizedAggregation(rank, []).agg_grad()(model, "avg_world")
-    assert all(torch.equal(one, other) for one, other in zip(gradients(model), kept, strict=True))
-
-
 def a23_an_absent_gradient_is_zero_in_its_neighbourhood(rank: int) -> None:
     size = bagua.get_world_size()
     model = Several((3,), (2,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from bagua.aggregation.optim import (
     SignSGD,
     SparsifiedSGD,
 )
-from tests.distributed.aggregation_ranks import assert_close, collectives, each_case, everybodys, numbers
+from tests.distributed.aggregation_ranks import assert_close, each_case, everybodys, numbers
 from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 BATCH = 3
@@ -84,15 +83,6 @@ def a25_aggregated_weights_make_replicas_equal_from_the_start(rank: int) -> None
         loss_of(model, [rank], step).backward()
         optimizer.step()
         assert same_everywhere(*weights(model))
-
-
-def a25_without_momentum_both_orders_coincide(rank: int) -> None:
-    size = bagua.get_world_size()
-    found = []
-    for agg_grad in (True, False):
-        model = net()
-        found.append(train(model, CentralizedSGD(size, model, lr=0.1, agg_grad=agg_grad), [rank]))
-    assert_weights_close(*found)
 
 
 def a25_what_is_clipped_is_the_aggregated_gradient(rank: int) -> None:
@@ -171,24 +161,6 @@ def power_sgd_at_full_rank_trains_as_on_the_whole_batch(rank: int) -> None:
     assert same_everywhere(*found)
 
 
-def optimizers_resume_from_their_state(rank: int) -> None:
-    makers: list[Callable[[Any], Any]] = [
-        lambda m: PowerSGD(m, lr=0.1, momentum=0.9, reuse_query=True, rank=1),
-        lambda m: SparsifiedSGD(m.parameters(), lr=0.1, sparse_grad_size=3, random_sparse=True),
-    ]
-    for make in makers:
-        model = net()
-        optimizer = make(model)
-        train(model, optimizer, [rank], steps=2)
-        other = copy.deepcopy(model)
-        resumed = make(other)
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, two in zip(
-            train(model, optimizer, [rank], steps=2), train(other, resumed, [rank], steps=2), strict=True
-        ):
-            assert torch.equal(one, two)
-
-
 def decentralized_sgd_steps_alone_and_averages_with_neighbours(rank: int) -> None:
     size = bagua.get_world_size()
     model, alone = net(seed=rank), net(seed=rank)
@@ -223,14 +195,6 @@ def sparsified_sgd_keeps_replicas_equal_and_loses_nothing(rank: int) -> None:
         for old, new, total, memory in zip(start, weights(model), given, optimizer.aggregation.memories, strict=True):
             moved = old - new + everybodys(memory).mean(0)
             assert_close(moved, everybodys(total).mean(0), rtol=0, atol=1e-6)
-
-
-def sparsified_sgd_that_sends_everything_is_sgd(rank: int) -> None:
-    size = bagua.get_world_size()
-    model, reference = net(), net()
-    found = train(model, SparsifiedSGD(model.parameters(), 0.1, 0.01, sparse_grad_size=1.0), [rank])
-    sgd = torch.optim.SGD(reference.parameters(), 0.1, weight_decay=0.01)
-    assert_weights_close(found, train(reference, sgd, list(range(size))))
 
 
 def estimated_weights_are_the_mean_with_quadratic_weights(rank: int) -> None:
@@ -336,21 +300,6 @@ def a27_the_scale_grows_again_and_ends_at_its_minimum(rank: int) -> None:
         FP16Optimizer(model, 1, average_world=True).step()
     with pytest.raises(NotImplementedError):
         FP16Optimizer(model, 1)
-
-
-def optimizers_communicate_once_per_step(rank: int) -> None:
-    size = bagua.get_world_size()
-    if size == 1:
-        return
-    model = net()
-    loss_of(model, [rank], 0).backward()
-    counts = {
-        "all_reduce": [CentralizedSGD(size, model, lr=0.1), SignSGD(model.parameters(), 0.1, world_size=size)],
-        "all_gather": [SparsifiedSGD(model.parameters(), lr=0.1, sparse_grad_size=2)],
-    }
-    for kind, optimizers in counts.items():
-        for optimizer in optimizers:
-            assert collectives(optimizer.step) == {kind: 1}
 
 
 CASES = cases_in(globals())
