@@ -269,24 +269,6 @@ def a_state_of_another_number_of_ranks_is_refused_where_it_belongs_to_one_rank(r
         assert not {"qadam", "local_sgd", "diloco", "decentralized"} & {*refused}
 
 
-def do_flatten_changes_no_value(rank: int) -> None:
-    for entry in TABLE:
-        if not entry.may_be_scattered:
-            model = net()
-            optimizer = entry.optimizer(model)
-            with pytest.raises(ValueError, match="do_flatten"):
-                model.with_bagua([optimizer], entry.make(optimizer), do_flatten=False)
-            continue
-        torch.manual_seed(rank)
-        models = [net()]
-        models.append(copy.deepcopy(models[0]))
-        for model, do_flatten in zip(models, (True, False), strict=True):
-            optimizer = entry.optimizer(model)
-            model.with_bagua([optimizer], entry.make(optimizer), do_flatten=do_flatten, bucket_size=SMALL)
-            train(model, optimizer, rank, 0, 6)
-        assert equal(values(models[0]), values(models[1])), entry.name
-
-
 def one_overflow_makes_every_rank_skip_where_gradients_travel(rank: int) -> None:
     for make in (
         lambda _: GradientAllReduceAlgorithm(),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,41 +24,11 @@ from tests.distributed.async_ranks import (
     rounds_pass,
     same_bits,
     step,
-    until,
     values,
     wrapped,
 )
 from tests.distributed.torch_ranks import cases_in, each_case
 from tests.world import make_world
-
-
-def in_use() -> tuple[int, int, int]:
-    """Threads, file descriptors and memory maps of this process."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), shared
-
-
-def a_model_that_is_gone_leaves_nothing(rank: int) -> None:
-    def use() -> None:
-        model, optimizer, _impl = wrapped()
-        step(model, optimizer, 1.0)
-        rounds_pass(model)
-        bagua.barrier()
-
-    # Collecting what is in cycles is slow beside torch.
-    use()
-    before = in_use()
-    for _ in range(3):
-        use()
-
-    def all_is_back() -> bool:
-        # The connections of a group that others have left end a moment later.
-        gc.collect()
-        return all(now <= then + more for now, then, more in zip(in_use(), before, (0, 2, 2), strict=True))
-
-    until("what the models used is given back", all_is_back)
 
 
 def a_state_contains_whether_the_warm_up_is_over(rank: int) -> None:

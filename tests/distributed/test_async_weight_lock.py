@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -64,47 +62,6 @@ def no_round_changes_weights_inside_the_users_lock(rank: int) -> None:
         assert same_bits(*rest(model))
 
 
-def a_thread_that_does_not_hold_the_lock_cannot_unlock_it(rank: int) -> None:
-    model, _, impl = wrapped()
-    operation = model.bagua_buckets[0]._async_op
-    with pytest.raises(RuntimeError, match="does not hold the weight lock"):
-        operation.unlock_weight()
-    with ThreadPoolExecutor(1) as other, impl.lock(model):
-        with pytest.raises(RuntimeError, match="does not hold the weight lock"):
-            other.submit(operation.unlock_weight).result(20)
-        begun = threading.Event()
-
-        def take() -> None:
-            begun.set()
-            operation.lock_weight()
-
-        # It has to wait, or there is no time that it has waited.
-        taken = other.submit(take)
-        begun.wait()
-        time.sleep(WHILE)
-        assert not taken.done()
-        operation.lock_weight()
-        operation.unlock_weight()
-        assert not taken.done()
-        waited = impl.stats()["lock_wait_s"]
-        operation.unlock_weight()
-        taken.result(20)
-        other.submit(operation.unlock_weight).result(20)
-        operation.lock_weight()
-        assert impl.stats()["lock_wait_s"] > waited
-    with pytest.raises(RuntimeError):
-        operation.unlock_weight()
-    with pytest.raises(KeyError), impl.lock(model):
-        raise KeyError
-    rounds_pass(model)
-    assert operation.get_status() == "running"
-    operation.abort()
-    assert (operation.get_status(), impl.stats()["state"]) == ("stopped", "stopped")
-    operation.reset()
-    assert operation.get_status() == "running"
-    bagua.barrier()
-
-
 class Watched(Slopes):
     """Compares its weights at the beginning of a forward with those that the backward finds, which come late."""
 
@@ -158,50 +115,6 @@ def training_holds_the_lock_in_forward_backward_and_step(rank: int) -> None:
 
     until("rounds that change the weights of a rank that trains", trains_until_rounds_passed)
     assert model.checked >= 8
-    assert same_bits(*rest(model))
-
-
-def two_forwards_before_their_backwards_keep_the_lock(rank: int) -> None:
-    model, optimizer, _impl = wrapped()
-    found: list[list[torch.Tensor]] = []
-    model.weight0.register_hook(lambda _: found.append(raw(model)))
-    for _ in range(4):
-        found.clear()
-        optimizer.zero_grad()
-        one, other = model(1.0), model(float(rank))
-        time.sleep(3 * SHORT / 1000)
-        one.backward()
-        # No round changes the weights between the first backward and the second.
-        time.sleep(3 * SHORT / 1000)
-        other.backward()
-        assert len(found) == 2
-        assert equal(*found)
-        optimizer.step()
-        rounds_pass(model)
-
-
-def a_closure_keeps_the_lock_in_the_whole_step(rank: int) -> None:
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
-    samples = torch.randn(8, 4)
-    seen: list[int] = []
-
-    def closure() -> torch.Tensor:
-        time.sleep(3 * SHORT / 1000)
-        seen.append(rounds(model))
-        optimizer.zero_grad()
-        loss = model(samples).square().mean() + rank
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        seen.clear()
-        optimizer.step(closure)
-        # A round may have begun before the step took the lock, and have to write its update after it.
-        assert len(seen) > 1
-        assert seen[-1] <= seen[0] + 1
-        rounds_pass(model)
     assert same_bits(*rest(model))
 
 

@@ -155,40 +155,6 @@ def test_a_round_that_is_not_finite_leaves_error_memory_alone_and_is_counted(
     assert records[0] == 0
 
 
-def averages_over_time(rank: int, codec_name: str, options: dict[str, Any]) -> list[float]:
-    """The largest distance between the mean of all results so far and the mean of the ranks' constant values, after 50
-    and after 400 steps.
-    """
-    group = bagua.init()
-    given = [values(each, 64, 0, "float32") for each in range(group.size)]
-    mean = np.mean(given, axis=0, dtype=np.float64)
-    x = np.zeros(64, np.float32)
-    codec = bagua.Codec(codec_name, **options)
-    bucket = bagua.Bucket("b", {"x": x}).append_centralized(compression=codec, error_feedback=True)
-    total, distances = np.zeros(64), []
-    with bagua.Engine("e") as engine:
-        engine.register([bucket])
-        for step in range(1, 401):
-            x[:] = given[rank]
-            engine.mark_ready("x")
-            engine.wait(timeout=60)
-            total += x
-            if step in (50, 400):
-                distances.append(float(np.abs(total / step - mean).max()))
-    bagua.shutdown()
-    return distances
-
-
-@pytest.mark.parametrize(
-    ("codec", "options"),
-    [("minmax_u8", {}), ("block_i8", {"block": 16}), ("onebit", {}), ("top_k", {"k": 0.1}), ("random_k", {"k": 0.1})],
-)
-def test_with_error_feedback_averages_over_time_converge(codec: str, options: dict[str, Any]) -> None:
-    for early, late in make_world(2).run(averages_over_time, codec, options):
-        # What is held back does not grow, so its share falls with the number of steps.
-        assert late < max(0.3 * early, 1e-6), (early, late)
-
-
 @pytest.mark.parametrize("options", [{}, {"hosts": [[0, 1], [2]]}, {"hosts": [[0, 1, 2]]}], ids=str)
 @pytest.mark.parametrize(
     ("mine", "theirs"),

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError, MismatchError
+from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.data_parallel.functional import all_reduce
@@ -65,15 +65,6 @@ def arguments_that_are_not_supported_are_refused(rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DistributedDataParallel(nn.Linear(2, 2), None, None, 0, False, static_graph=True)
-
-
-def models_that_differ_are_named_and_the_group_stays_usable(rank: int) -> None:
-    with pytest.raises(MismatchError, match=r"parameter 'weight' .*\[\d, 2\]"):
-        DistributedDataParallel(nn.Linear(2, 3 + (rank == 1)))
-    x = torch.ones(1)
-    bagua.allreduce_inplace(x)
-    assert x.item() == bagua.get_world_size()
-    DistributedDataParallel(nn.Linear(2, 3))
 
 
 def a_parameter_has_one_wrapper(rank: int) -> None:
@@ -139,27 +130,6 @@ def states_have_the_prefix_and_both_kinds_are_taken(rank: int) -> None:
     wrapped = DistributedDataParallel(named)
     wrapped.load_state_dict(wrapped.state_dict())
     wrapped.load_state_dict(named.state_dict())
-
-
-def evaluation_communicates_nothing(rank: int) -> None:
-    model = DistributedDataParallel(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    before = calls()
-    model.eval()
-    if rank == 1:
-        for _ in range(3):
-            model(torch.randn(2, 8))
-            with torch.inference_mode():
-                model(torch.randn(2, 8))
-    model.train()
-    if rank == 2:
-        with torch.no_grad():
-            model(torch.randn(2, 8))
-    assert calls() == before
-    step(model, optimizer)
-    assert calls() > before
-    assert same_everywhere(*model.parameters())
 
 
 class BackwardInside(nn.Module):

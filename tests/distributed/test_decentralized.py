@@ -16,12 +16,10 @@ from tests.distributed.weights_oracle import (
     Decentralized,
     Net,
     assert_equals,
-    averaged,
     batch,
     is_mode_of,
     loss,
     made_on_rank_0,
-    sgd,
     train,
 )
 from tests.distributed.weights_oracle import wrapped as wrapped_with
@@ -64,34 +62,6 @@ def shift_one_among_an_odd_number_is_refused_with_the_number(rank: int) -> None:
     wrapped(rank)
 
 
-def the_exchange_begins_in_the_first_forward_and_once_per_step(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    buckets = model.bagua_buckets
-    assert {bucket.backend_bucket.dtype for bucket in buckets} == {b.backend_bucket.dtype for b in buckets[:2]}
-    assert len(buckets) == 2
-    for bucket in buckets:
-        assert bucket._peer_weight is not None
-        assert bucket._peer_weight.numel() == sum(tensor.numel() for tensor in bucket.tensors)
-    expected = 0 if bagua.get_world_size() == 1 else 1
-    rounds: list[int] = []
-    handle = model.register_forward_hook(lambda *_: rounds.append(buckets[0].backend_bucket.step))
-    total = loss(model, batch(rank, 0)) + loss(model, batch(rank, 1)) + loss(model, batch(rank, 2))
-    assert rounds == [expected] * 3
-    total.backward()
-    handle.remove()
-    optimizer.step()
-    optimizer.zero_grad()
-    ranks = simulated()
-    ranks.mode = "all"
-    after = {name: averaged(ranks.values(name), "all", 0, hosts()) for name, _ in model.named_parameters()}
-    for replica in range(bagua.get_world_size()):
-        sum((loss(ranks.models[replica], batch(replica, s)) for s in range(3)), torch.zeros(())).backward()
-    for name, values in after.items():
-        ranks.put(name, values)
-    ranks.step()
-    assert_equals(model, ranks, rank, "after three forwards")
-
-
 def weights_that_change_meanwhile_keep_the_change(rank: int) -> None:
     model, optimizer = wrapped(rank)
     train(model, optimizer, rank, 0)
@@ -131,21 +101,6 @@ def a_graph_from_before_the_exchange_is_refused_afterwards(rank: int) -> None:
     value = loss(model, batch(rank, 1))
     value.backward(retain_graph=True)
     value.backward()
-
-
-def memory_with_gaps_and_memory_that_moved_is_averaged(rank: int) -> None:
-    for do_flatten in (True, False):
-        model = torch.nn.Linear(4, 3)
-        model.weight = torch.nn.Parameter(torch.zeros(3, 8)[:, ::2])
-        model.with_bagua([sgd(model)], DecentralizedAlgorithm(False), do_flatten=do_flatten)
-        with torch.no_grad():
-            model.weight.fill_(float(rank))
-        model.bias.data = torch.full((3,), float(rank))
-        model(torch.ones(1, 4)).sum().backward()
-        size = bagua.get_world_size()
-        mean = sum(map(float, range(size))) / size
-        assert torch.equal(model.weight, torch.full((3, 4), mean))
-        assert torch.equal(model.bias, torch.full((3,), mean))
 
 
 def options_that_cannot_be_are_refused(rank: int) -> None:

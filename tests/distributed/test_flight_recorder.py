@@ -7,8 +7,6 @@ import os
 import queue
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -342,16 +340,3 @@ def test_a_rank_that_ends_by_an_exception_has_a_record_too_by_default_in_the_tem
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_names_a_file_that_is_no_record(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"version": 2}')
-    done = subprocess.run(
-        [sys.executable, "-m", "bagua", "trace", "merge", str(tmp_path / "x.json")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "x.json is not a flight record: version 2, expected 1" in done.stderr

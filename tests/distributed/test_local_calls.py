@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 import bagua as neutral
@@ -145,6 +146,24 @@ def a_rank_whose_bucket_lies_elsewhere_makes_the_others_copy(rank: int) -> None:
         backend.wait_pending_comm_ops()
         assert torch.equal(tensor, torch.full((COUNT,), 1.0 + 2 * step))
     assert zero_copies(pair.group_name) == 0
+
+
+def a_peer_weight_of_another_size_is_refused(rank: int) -> None:
+    tensor = torch.zeros(10).ensure_bagua_tensor("x", "sizes")
+    bucket = BaguaBucket([tensor], "sizes", flatten=True, alignment=4)
+    with pytest.raises(ValueError, match="12 elements"):
+        bucket.append_decentralized_synchronous_op(torch.zeros(10))
+    bucket.append_decentralized_synchronous_op(torch.zeros(12))
+
+
+def a_backend_belongs_to_one_group(rank: int) -> None:
+    own = bagua.communication.new_group([0])
+    if rank == 0:
+        backend = get_backend("alone", own)
+        assert backend.size == 1
+        assert get_backend("alone", own) is backend
+        with pytest.raises(ValueError, match="alone"):
+            get_backend("alone", bagua.communication._get_default_group())
 
 
 CASES = cases_in(globals())

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import LocalSGDAlgorithm
-from tests.distributed.local_sgd_simulation import Simulation, data, equal, local_step, net, rounds, sgd
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
-from tests.world import make_world
+from tests.distributed.local_sgd_simulation import Simulation, data, equal, net, rounds, sgd
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case
 
 
 def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: int) -> None:
@@ -64,25 +61,3 @@ def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:
 CASES = cases_in(globals())
 
 test = each_case(CASES, *HOSTED)
-
-
-def group_ends_before_a_round(rank: int) -> int:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model = net()
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
-    model(data(rank, 0)).square().mean().backward()
-    bagua.destroy_process_group()
-    bagua.init_process_group()
-    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
-    for step in range(2):
-        local_step(model, optimizer, data(rank, step))
-        assert same_everywhere(*model.parameters())
-    done = rounds(model)
-    bagua.destroy_process_group()
-    return done
-
-
-def test_a_round_that_was_due_when_its_group_ended_is_dropped() -> None:
-    assert make_world(2).run(group_ends_before_a_round) == [2, 2]

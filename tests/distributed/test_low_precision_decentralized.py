@@ -14,7 +14,7 @@ import torch
 import bagua as neutral
 import bagua.torch_api as bagua
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts
-from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd, train
+from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, made_on_rank_0, sgd, train
 from tests.distributed.weights_oracle import wrapped as wrapped_with
 
 LowPrecisionAlgorithm = bagua.algorithms.LowPrecisionDecentralizedAlgorithm
@@ -84,55 +84,6 @@ def every_codec_equals_the_simulation(rank: int) -> None:
             what = f"{codec}, {hierarchical=}, {interval=}, {do_flatten=}, {small=}, step {step}"
             assert_equals(model, ranks, rank, what)
             assert_replicas(model, ranks, rank, what)
-
-
-def neighbours_hold_what_this_rank_knows_of_itself(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    for step in range(3):
-        train(model, optimizer, rank, step)
-    size = bagua.get_world_size()
-    if size == 1:
-        return
-    for bucket in model.bagua_buckets:
-        everybody = torch.empty(size * bucket._weight.numel(), dtype=bucket._weight.dtype)
-        bagua.allgather(bucket._weight, everybody)
-        weights = everybody.chunk(size)
-        assert torch.equal(bucket._left_peer_weight, weights[(rank - 1) % size])
-        assert torch.equal(bucket._right_peer_weight, weights[(rank + 1) % size])
-        assert torch.equal(bucket.flattened_tensor(), bucket._weight)
-
-
-def all_ranks_of_a_host_get_its_weights(rank: int) -> None:
-    model, optimizer = wrapped(rank, LowPrecisionAlgorithm(hierarchical=True))
-    train(model, optimizer, rank, 0)
-    for param in model.parameters():
-        everybody = torch.empty(bagua.get_world_size() * param.numel(), dtype=param.dtype)
-        bagua.allgather(param.detach().reshape(-1).clone(), everybody)
-        found = everybody.chunk(bagua.get_world_size())
-        for host in hosts():
-            assert all(torch.equal(found[other], found[host[0]]) for other in host)
-
-
-def the_last_of_several_optimizers_communicates(rank: int) -> None:
-    model = made_on_rank_0(make)
-    first = torch.optim.SGD([model.scale, model.shift], lr=0.05, momentum=0.5)
-    second = torch.optim.SGD([model.deep, model.other, model.unused], lr=0.05, momentum=0.5)
-    foreign = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.05)
-    model.with_bagua([first, second, foreign], LowPrecisionAlgorithm(False))
-    ranks = simulated()
-    bucket = model.bagua_buckets[0].backend_bucket
-    for step in range(4):
-        # Without a backward since, a step of an optimizer is not the step's.
-        foreign.step()
-        loss(model, batch(rank, step)).backward()
-        order = (first, second) if step % 2 else (second, first)
-        order[0].step()
-        assert bucket.step == step
-        order[1].step()
-        assert bucket.step == step + 1
-        model.zero_grad()
-        ranks.train(step)
-        assert_equals(model, ranks, rank, f"step {step}")
 
 
 def models_and_options_that_cannot_be_are_refused(rank: int) -> None:

@@ -8,7 +8,6 @@ import copy
 import pytest
 import torch
 
-import bagua
 import bagua.torch_api as bagua_torch
 from bagua.errors import BaguaError
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
@@ -54,26 +53,6 @@ def the_training_of_all_ranks_equals_the_simulation(rank: int) -> None:
             for name in state:
                 m = optimizer.state[state[name]]["exp_avg"]
                 torch.testing.assert_close(m, expected.moment(name), rtol=1e-6, atol=1e-7, msg=lambda t, w=what: w + t)
-
-
-def the_buckets_change_once_and_nothing_is_broadcast_then(rank: int) -> None:
-    model = net()
-    optimizer = wrapped(model, compression="minmax_u8")
-    algorithm = model.bagua_algorithm
-    made: list[int] = []
-    make = algorithm.init_tensors
-    algorithm.init_tensors = lambda ddp: (made.append(optimizer.steps), make(ddp))[1]
-    asked: list[bool] = []
-    need = algorithm.need_reset
-    algorithm.need_reset = lambda: (asked.append(need()), asked[-1])[1]
-
-    sent: list[torch.Tensor] = []
-    backend = model.bagua_ddp.backend
-    backend.broadcast = lambda tensor, root: sent.append(tensor)
-    train(model, optimizer, range(3 * W))
-    assert asked == [step == W for step in range(3 * W)]
-    assert made == [W]
-    assert not sent
 
 
 def gradients_stay_those_of_this_rank_after_the_warm_up(rank: int) -> None:
@@ -156,27 +135,6 @@ def unused_parameters_stay_where_no_rank_uses_them(rank: int) -> None:
         assert all(torch.equal(param, initial[name]) for name, param in model.never.named_parameters())
         assert all(param not in optimizer.state for param in model.never.parameters())
         assert same_everywhere(*model.parameters())
-
-
-def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
-    for saved_after in (W - 1, W, W + 1, W + 3):
-        for codec in (bagua.Codec("minmax_u8"), bagua.Codec("random_k", k=0.5, seed=3)):
-            model = net()
-            optimizer = wrapped(model, compression=codec, hierarchical=False)
-            train(model, optimizer, range(saved_after))
-            states = saved(model, optimizer)
-            train(model, optimizer, range(saved_after, 3 * W))
-            other = net()
-            resumed = wrapped(other, compression=codec, hierarchical=False)
-            # In any order.
-            other.bagua_algorithm.load_state_dict(states[2])
-            load(other, resumed, states)
-            assert other.bagua_ddp.step == saved_after - 1
-            train(other, resumed, range(saved_after, 3 * W))
-            assert all(map(torch.equal, model.parameters(), other.parameters())), (saved_after, codec)
-            # A second resume of the resumed run has the same numbers.
-            mine, theirs = other.bagua_algorithm.state_dict(), model.bagua_algorithm.state_dict()
-            assert mine == theirs, (saved_after, codec, mine, theirs)
 
 
 def an_earlier_state_brings_the_exchange_of_gradients_back(rank: int) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import bagua.torch_api as bagua
@@ -81,39 +80,6 @@ def plain_tensors_and_others_get_the_same(rank: int) -> None:
     clone = torch._lazy_clone(base)
     bagua.allreduce_inplace(clone)
     assert base.unique().tolist() == [float(rank + 1)], "the original of a lazy clone was written"
-
-
-def a_refused_call_changes_nothing(rank: int) -> None:
-    import torch.distributed as dist
-
-    size = bagua.get_world_size()
-    plain, long, flags = torch.ones(6), torch.ones(7), torch.ones(6, dtype=torch.bool)
-    refused: list[tuple[type[Exception], Callable[[], Any]]] = [
-        (TypeError, lambda: bagua.allreduce_inplace(plain, dist.ReduceOp.SUM)),  # type: ignore[arg-type]
-        (TypeError, lambda: bagua.allreduce_inplace(plain, dist.ReduceOp.RedOpType.SUM)),  # type: ignore[arg-type]
-        (TypeError, lambda: bagua.allreduce_inplace(plain, ReduceOp.BOR)),
-        (TypeError, lambda: bagua.allreduce_inplace(flags, ReduceOp.SUM)),
-        (TypeError, lambda: bagua.allreduce(plain, plain.double())),
-        (ValueError, lambda: bagua.allreduce_inplace(plain, 5)),  # type: ignore[arg-type]
-        (ValueError, lambda: bagua.allreduce(plain, long)),
-        (ValueError, lambda: bagua.reduce_inplace(plain, size)),
-        (ValueError, lambda: bagua.broadcast(plain, -1)),
-        (ValueError, lambda: bagua.allgather(plain, long)),
-        (ValueError, lambda: bagua.allreduce_inplace(torch.ones(6, 2)[:, 0])),
-        (ValueError, lambda: bagua.allreduce_inplace(torch._neg_view(plain))),
-        (NotImplementedError, lambda: bagua.allreduce_inplace(torch.eye(3).to_sparse())),
-        (NotImplementedError, lambda: bagua.allreduce_inplace(torch.ones(6, device="meta"))),
-        (TypeError, lambda: bagua.allreduce_inplace(torch.ones(6).to(torch.float8_e4m3fn))),
-        (TypeError, lambda: bagua.allreduce_inplace([1.0])),  # type: ignore[arg-type]
-    ]
-    versions = [tensor._version for tensor in (plain, long, flags)]
-    for error, call in refused:
-        with pytest.raises(error):
-            call()
-    assert [tensor._version for tensor in (plain, long, flags)] == versions
-    # No rank is out of step.
-    bagua.allreduce_inplace(plain)
-    assert plain.tolist() == [float(size)] * 6
 
 
 def other_threads_run_while_a_small_verb_waits_for_a_late_peer(rank: int) -> None:

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
-from bagua.torch_api import ReduceOp
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
-
-COMPLEX = (torch.complex64, torch.complex128)
 
 #: What a rank's gradient becomes lazily, and the same in NumPy.
 LAZY: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor], Callable[[np.ndarray], np.ndarray]]] = {
@@ -80,29 +77,6 @@ def a_gradient_that_is_lazy_on_one_rank_is_averaged_by_value(rank: int) -> None:
             assert same_everywhere(found.detach().resolve_conj().resolve_neg())
             np.testing.assert_allclose(found.detach().resolve_conj().resolve_neg().numpy(), expected, rtol=1e-5)
     assert any(seen) == (rank == last), "the gradient of the last rank alone must have been lazy"
-
-
-def reductions_of_complex_shards_equal_numpy(rank: int) -> None:
-    size = bagua.get_world_size()
-    for dtype, (op, combine) in itertools.product(
-        COMPLEX, ((ReduceOp.SUM, np.add), (ReduceOp.AVG, np.add), (ReduceOp.PRODUCT, np.multiply))
-    ):
-        everybody = [
-            torch.randn(3 * size, dtype=dtype, generator=torch.Generator().manual_seed(r)) for r in range(size)
-        ]
-        expected = everybody[0].numpy().astype(np.complex128)
-        for other in everybody[1:]:
-            expected = combine(expected, other.numpy())
-        expected = expected / size if op is ReduceOp.AVG else expected
-        shard = torch.zeros(3, dtype=dtype)
-        # Half of the ranks send a lazy conjugate of the conjugate.
-        mine = everybody[rank].conj().resolve_conj().conj() if rank % 2 else everybody[rank]
-        bagua.reduce_scatter(mine, shard, op)
-        tolerance = 1e-5 if dtype is torch.complex64 else 1e-13
-        np.testing.assert_allclose(shard.numpy(), expected[3 * rank : 3 * rank + 3], rtol=tolerance)
-        whole = torch.zeros(3 * size, dtype=dtype)
-        bagua.reduce(mine, whole, size - 1, op)
-        np.testing.assert_allclose(whole.numpy(), expected if rank == size - 1 else 0 * expected, rtol=tolerance)
 
 
 def lazy_values_of_buckets_are_resolved_or_refused(rank: int) -> None:

@@ -18,7 +18,6 @@ import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, PeerRaisedError
 from bagua.torch_api import communication
-from bagua.torch_api.membership import torch_init_process_group
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.waits import meet
 from tests.world import World, free_port
@@ -119,27 +118,6 @@ def leaves_torch_alone(rank: int) -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return total
-
-
-def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
-    begin_gloo = torch_init_process_group.begin_gloo
-
-    def late(*arguments: Any) -> None:
-        begin_gloo(*arguments)
-        if rank == 1:
-            time.sleep(0.5)
-            Path(connected).touch()
-
-    torch_init_process_group.begin_gloo = late
-    bagua.init_process_group()
-    # What gloo still connects with could be closed from here on.
-    there = Path(connected).exists()
-    bagua.destroy_process_group()
-    return there
-
-
-def test_no_rank_has_joined_before_every_rank_of_gloo_is_connected(tmp_path: Path) -> None:
-    assert World(2).run(joins_while_the_other_is_late, str(tmp_path / "connected")) == [True, True]
 
 
 def test_a_torch_distributed_that_the_program_began_is_left_alone() -> None:

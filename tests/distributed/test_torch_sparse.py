@@ -199,15 +199,6 @@ def a_model_may_be_an_embedding_alone(rank: int) -> None:
         assert model.weight.grad.to_dense()[1].tolist() == [float(size)] * 2
 
 
-def no_rows_on_any_rank_give_an_empty_gradient(rank: int) -> None:
-    model = wrapped(torch.nn.Embedding(5, 2, sparse=True))
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.empty(0, dtype=torch.int64)).sum().backward()
-        assert model.weight.grad.is_sparse
-        assert model.weight.grad.coalesce().indices().shape == (1, 0)
-
-
 class Tables(torch.nn.Module):
     """Tables, of which a forward uses those that its arguments name."""
 
@@ -315,18 +306,6 @@ def test_one_rank_trains_as_under_torch() -> None:
     assert set(outcome.values()) == {""}, outcome
 
 
-class Functional(torch.nn.Module):
-    """A table that is no Embedding, with a sparse gradient where ``sparse``."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(4, 2))
-        self.sparse = sparse
-
-    def forward(self) -> torch.Tensor:
-        return torch.nn.functional.embedding(torch.tensor([1]), self.table, sparse=self.sparse).sum()
-
-
 class Tied(torch.nn.Module):
     """A sparse table whose weight is a matrix too, where ``tied``."""
 
@@ -338,19 +317,6 @@ class Tied(torch.nn.Module):
     def forward(self) -> torch.Tensor:
         y = self.table(torch.tensor([1]))
         return (y @ self.table.weight.t() if self.tied else y).sum()
-
-
-class Removed(torch.nn.Module):
-    """A hook on one rank removes the gradient."""
-
-    def __init__(self, removed: bool) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(4, 2, sparse=True)
-        if removed:
-            self.table.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
-
-    def forward(self) -> torch.Tensor:
-        return self.table(torch.tensor([1])).sum()
 
 
 class Unused(torch.nn.Module):
@@ -385,14 +351,7 @@ def failing(rank: int, kind: type[torch.nn.Module]) -> tuple[type[Exception], st
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        pytest.param(
-            Functional,
-            NotImplementedError,
-            "the gradient of 'table' of model 'Functional",
-            marks=pytest.mark.slow,
-        ),
         (Tied, NotImplementedError, "the gradient of 'table.weight' of model 'Tied"),
-        (Removed, BaguaError, "the gradient of 'table.weight' is None when it is to be communicated"),
         (Unused, BaguaError, "no gradient for 'table.weight' of model 'Unused"),
     ],
 )

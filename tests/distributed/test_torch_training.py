@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import os
 import pickle
 import threading
-import weakref
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
-from tests.distributed.training_models import ChosenLayers
 from tests.waits import until
 
 
@@ -41,13 +38,6 @@ def wrapped(model: torch.nn.Module, **options: object) -> torch.optim.Optimizer:
     optimizer = sgd(model)
     model.with_bagua([optimizer], allreduce(), **options)
     return optimizer
-
-
-def a_sum_is_not_divided(rank: int) -> None:
-    model = torch.nn.Linear(3, 2)
-    model.with_bagua([sgd(model)], bagua.algorithms.GradientAllReduceAlgorithm(average=False))
-    model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(model.bias.grad, torch.full((2,), float(bagua.get_world_size())))
 
 
 def buffers_and_frozen_parameters_start_equal(rank: int) -> None:
@@ -76,25 +66,6 @@ def ignored_parameters_and_buffers_stay_apart(rank: int) -> None:
     (model(torch.randn(5, 3)) * (rank + 1)).square().sum().backward()
     assert same_everywhere(model[0].weight.grad)
     assert "0.bias" not in [name for name, _ in model.bagua_ddp.bagua_build_params()]
-
-
-def an_old_gradient_of_an_unused_parameter_does_not_change(rank: int) -> None:
-    model = ChosenLayers(3, 2)
-    wrapped(model, find_unused_parameters=True)
-    model(torch.full((1, 3), 1.1), "left", "right").sum().backward()
-    before = model.right.weight.grad.clone()
-    model.left.zero_grad()
-    model(torch.full((1, 3), 1.1), "left").sum().backward()
-    assert torch.equal(model.right.weight.grad, before)
-
-
-def tied_weights_are_in_one_bucket(rank: int) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    wrapped(model)
-    twin = copy.deepcopy(model)
-    assert twin[1].weight is twin[0].weight
-    assert sum(len(bucket.tensors) for bucket in model.bagua_buckets) == 3
 
 
 def checkpoints_are_waited_for_whole(rank: int) -> None:
@@ -128,28 +99,6 @@ def a_model_can_be_wrapped_again(rank: int) -> None:
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         assert model.bias.grad[0] == (1 if average else bagua.get_world_size())
-
-
-def a_model_that_is_gone_leaves_no_thread(rank: int) -> None:
-    before = threads()
-    model = torch.nn.Linear(3, 2)
-    optimizer = wrapped(model)
-    gone = weakref.ref(model.bagua_ddp)
-    assert threads() - before
-    del model
-    gc.collect()
-    assert gone() is None
-    until(lambda: not threads() - before, "the thread of the model's engine ends")
-    del optimizer
-
-
-def unwrapping_ends_the_communication(rank: int) -> None:
-    model = torch.nn.Linear(3, 2)
-    wrapped(model)
-    bagua.unwrap(model)
-    assert not hasattr(model, "bagua_ddp")
-    model(torch.full((1, 3), float(rank))).sum().backward()
-    assert torch.equal(model.weight.grad, torch.full((2, 3), float(rank)))
 
 
 def copies_of_a_model_are_plain_and_train_alone(rank: int) -> None:
@@ -295,18 +244,6 @@ def a_backward_that_broke_off_is_forgotten(rank: int) -> None:
     model.zero_grad()
     model(torch.full((1, 3), float(rank))).sum().backward()
     assert same_everywhere(*(parameter.grad for parameter in model.parameters()))
-
-
-def evaluation_and_recomputation_do_not_communicate(rank: int) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    wrapped(model)
-    if rank == 0:
-        model.eval()
-        with torch.no_grad():
-            model(torch.ones(2, 3))
-        model.train()
-    checkpoint(model, torch.randn(4, 3), use_reentrant=False).square().sum().backward()
-    assert same_everywhere(model[0].weight.grad)
 
 
 def an_error_of_the_communication_thread_surfaces_in_backward(rank: int) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,35 +52,6 @@ def reductions_of_another_library_are_refused(rank: int) -> None:
         bagua.allreduce_inplace(torch.ones(3), torch.distributed.ReduceOp.AVG)
     with pytest.raises(ValueError, match="4 is not a valid ReduceOp"):
         bagua.allreduce_inplace(torch.ones(3), 4)
-
-
-def what_is_no_tensor_is_named(rank: int) -> None:
-    wrong: list[Callable[[], object]] = [
-        lambda: bagua.allreduce(torch.ones(1), [0.0]),
-        lambda: bagua.allgather(torch.ones(1), [0.0]),
-        lambda: bagua.reduce_scatter(torch.ones(bagua.get_world_size()), [0.0]),
-    ]
-    for call in wrong:
-        with pytest.raises(TypeError, match=r"recv_tensor must be a torch\.Tensor, not list"):
-            call()
-    with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor, not list"):
-        bagua.allreduce_inplace([0.0])
-    with pytest.raises(TypeError, match=r"tensors\[1\] must be a torch\.Tensor, not float"):
-        bagua.allreduce_coalesced_inplace([torch.ones(1), 1.0])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
-        bagua.new_group([0.0])  # type: ignore[list-item]
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"a list of optimizers: \[SGD"):
-        bagua.with_bagua(model, optimizer, bagua.algorithms.GradientAllReduceAlgorithm())
-
-
-def a_negation_that_is_put_off_travels(rank: int) -> None:
-    minus, result = torch._neg_view(torch.tensor([1.0 + rank])), torch.zeros(1)
-    bagua.allreduce(minus, result, bagua.ReduceOp.MAX)
-    assert result.item() == -1.0
-    with pytest.raises(ValueError, match="is the negation of another tensor"):
-        bagua.allreduce_inplace(minus)
 
 
 def a_part_of_the_result_may_be_given_as_such(rank: int) -> None:
@@ -155,30 +123,6 @@ def a_wrong_algorithm_of_one_rank_is_an_error_on_all(rank: int) -> None:
             bagua.with_bagua(model, [optimizer], given)
 
 
-def a_warning_names_the_line_of_the_user(rank: int) -> None:
-    def previous_line() -> int:
-        return sys._getframe(1).f_lineno - 1
-
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # No round becomes due by itself.
-    bagua.with_bagua(model, [optimizer], bagua.algorithms.Algorithm.init("async", sync_interval_ms=1e9))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DistributedDataParallel(torch.nn.Linear(1, 1), check_reduction=True)
-        lines = [previous_line()]
-        model.share_memory()
-        # The warning comes from a hook, which torch calls.
-        model(torch.ones(1, 3)).sum().backward()
-        lines.append(previous_line())
-        optimizer.step()
-        bagua.unwrap(model)
-        lines.append(previous_line())
-    assert [(Path(found.filename).name, found.lineno) for found in caught] == [
-        (Path(__file__).name, at) for at in lines
-    ]
-
-
 def a_second_start_is_refused_whoever_made_the_first(rank: int) -> None:
     with pytest.raises(RuntimeError, match="init_process_group was called twice"):
         bagua.init_process_group()
@@ -199,19 +143,6 @@ def test_every_name_that_a_plain_module_or_tensor_lists_can_be_read() -> None:
     assert "with_bagua" in dir(module)
     assert not hasattr(torch.ones(1), "bagua_tensor_name")
     assert getattr(torch.ones(1), "bagua_module_name", None) is None
-
-
-def starts_twice(rank: int) -> str:
-    neutral.init()
-    with pytest.raises(RuntimeError) as caught:
-        bagua.init_process_group()
-    neutral.barrier()
-    neutral.shutdown()
-    return str(caught.value)
-
-
-def test_the_torch_layer_does_not_replace_a_group_that_exists() -> None:
-    assert "bagua.init() was called already" in make_world(1).run(starts_twice)[0]
 
 
 def comes_unless_it_is(rank: int, absent: int) -> tuple[str, tuple[int, ...]]:
@@ -326,41 +257,3 @@ def test_a_rank_that_leaves_out_a_backward_alone_is_noticed_at_the_next_exchange
     for rank, text in enumerate(make_world(2, env=ENVIRONMENT, timeout=150.0).run(leaves_out_a_backward_alone)):
         assert f"rank {rank} has called optimizer.step() {1 - rank} times after a forward of model 'Linear_0'" in text
         assert "if a rank leaves out a backward, all ranks must" in text
-
-
-def steps_again_and_evaluates(rank: int) -> bool:
-    """What looks alike and is meant."""
-    bagua.init_process_group()
-    model = torch.nn.Linear(3, 1)
-    optimizer = wrapped(model)
-    step(model, optimizer)
-    optimizer.step()
-    with torch.no_grad():
-        model(torch.ones(1, 3))
-    optimizer.step()
-    model.eval()(torch.ones(1, 3))
-    optimizer.step()
-    model.train()
-    with model.bagua_ddp.no_sync():
-        model(torch.ones(1, 3)).sum().backward()
-    optimizer.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()
-    model(torch.ones(1, 3))
-    optimizer.step()
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(torch.randn(2, 3)).square().sum()
-        loss.backward()
-        return loss
-
-    # The loss is shown before the step computes it again, with gradients.
-    model(torch.ones(1, 3)).sum().item()
-    optimizer.step(closure)
-    same = same_everywhere(*model.parameters())
-    bagua.destroy_process_group()
-    return same
-
-
-def test_forwards_that_are_not_meant_to_be_learnt_from_are_none() -> None:
-    assert all(make_world(2, env=ENVIRONMENT, timeout=150.0).run(steps_again_and_evaluates))

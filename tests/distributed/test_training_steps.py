@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
-from bagua.torch_api.algorithms._policy import ExchangePolicy
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
 from tests.waits import meet
@@ -228,23 +225,6 @@ def a_wrapper_without_optimizers_steps_as_with_torch(rank: int) -> None:
         assert all(map(torch.equal, found, weights(program, lambda model, optimizer: TorchDDP(model))))
 
 
-def a_part_that_is_frozen_later_is_named(rank: int) -> None:
-    for wrap in doors(lambda: Algorithm.init("gradient_allreduce")):
-        model = net(4, 3, 2)
-        wrapped = wrap(model, sgd(model))
-        model[0].bias.requires_grad_(False)
-        with pytest.raises(BaguaError, match=r"changed since it was wrapped: \['0.bias'\] no longer does; wrap"):
-            wrapped(inputs(0))
-        model[0].weight.requires_grad_(False)
-        with pytest.raises(BaguaError, match=r"\['0.weight', '0.bias'\] no longer do; wrap"):
-            wrapped(inputs(0))
-        # All that was wrapped is frozen, but something else is to be trained: no evaluation.
-        model.requires_grad_(False)
-        model.append(nn.Linear(2, 2))
-        with pytest.raises(BaguaError, match=r"\['4.weight', '4.bias'\] now need one; \['0.weight', .*\] no longer do"):
-            wrapped(inputs(0))
-
-
 # --- a model that another one is trained through ----------------------------------------------------------------------
 
 
@@ -279,16 +259,6 @@ def the_second_of_two_models_in_a_chain_is_counted_in_each_step(rank: int) -> No
             assert same_everywhere(*models[1].parameters())
         for each in (first, second):
             bagua.unwrap(each)
-
-
-def a_discriminator_that_is_collected_after_its_last_step_is_silent(rank: int) -> None:
-    for steps in (1, 3):
-        for wrap in doors(lambda: Algorithm.init("local_sgd", communication_interval=1)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                in_turn(lambda model: None, lambda model: None, steps=steps)(wrap)
-                gc.collect()
-            assert not [str(each.message) for each in caught if "was collected before" in str(each.message)]
 
 
 # --- algorithms of users ----------------------------------------------------------------------------------------------
@@ -383,29 +353,12 @@ class MarksNothing(WaitsByItself):
         return lambda name, param: None
 
 
-class MarksNothingInSomeSteps(MarksNothing):
-    """An algorithm that says in which steps it communicates."""
-
-    def _policy(self) -> ExchangePolicy:
-        return ExchangePolicy(communicates=lambda step: False)
-
-
 class OneMoreTensor(OfGradients):
     """An algorithm with a tensor of its own that it forgets to mark ready."""
 
     def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
         self.extra = torch.zeros(3, dtype=torch.float64)
         return [*super().init_tensors(bagua_ddp), self.extra.ensure_bagua_tensor("extra", bagua_ddp.bagua_module_name)]
-
-
-class WithoutGradients(OfGradients):
-    """An algorithm that forgets to make the gradients that it registers."""
-
-    def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
-        return [
-            param.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name, getter_closure=lambda param: param.grad)
-            for name, param in bagua_ddp.bagua_build_params()
-        ]
 
 
 class LeavesOneOut(OfGradients):
@@ -534,13 +487,6 @@ def an_algorithm_that_leaves_a_gradient_out_is_named(rank: int) -> None:
             bagua.unwrap(wrapped)
 
 
-def an_algorithm_without_gradients_to_register_is_refused(rank: int) -> None:
-    for wrap in doors(lambda: Own(WithoutGradients)):
-        model = net(4, 3, 2)
-        with pytest.raises(ValueError, match=r"getter of tensor '.*' returned None: .* bagua_ensure_grad"):
-            wrap(model, sgd(model))
-
-
 def an_algorithm_that_orders_tensors_by_rank_is_refused(rank: int) -> None:
     for wrap in doors(lambda: Own(OrderOfEachRank)):
         model = net(4, 3, 2)
@@ -549,13 +495,6 @@ def an_algorithm_that_orders_tensors_by_rank_is_refused(rank: int) -> None:
             wrap(model, sgd(model))
         # Both ranks can go on.
         bagua.unwrap(DistributedDataParallel(model))
-
-
-def an_algorithm_may_say_that_it_communicates_in_some_steps_only(rank: int) -> None:
-    model = net(4, 3, 2)
-    model.with_bagua([sgd(model)], Own(MarksNothingInSomeSteps))
-    for step in range(3):
-        model(inputs(step)).square().mean().backward()
 
 
 CASES = cases_in(globals())

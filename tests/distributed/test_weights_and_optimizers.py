@@ -6,7 +6,6 @@ import copy
 import gc
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -253,54 +252,6 @@ def a_model_that_is_collected_with_a_due_exchange_begins_none_and_says_so(rank: 
         left = [model]
         del model, optimizer
         assert collected_in_turn(left, range(size), rank) == [], entry.name
-
-
-def buckets_of_weights_begin_with_the_last_parameter(rank: int) -> None:
-    size = bagua.get_world_size()
-    replicas = ("_weight", "_left_peer_weight", "_right_peer_weight")
-    for make, attributes in (
-        (lambda: DecentralizedAlgorithm(False), ("_peer_weight",)),
-        (lambda: LowPrecisionDecentralizedAlgorithm(False), replicas),
-    ):
-        model = net()
-        model.with_bagua(whole(model), make())
-        (bucket,) = model.bagua_buckets
-        assert [tensor.bagua_tensor_name for tensor in bucket.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
-        with torch.no_grad():
-            for number, param in enumerate(reversed(list(model.parameters()))):
-                param.fill_(100.0 * number + rank)
-        if attributes != replicas:
-            # The exchange has the weights with which the step begins.
-            backward(model, rank, 0)
-            expected = [100.0 * number + (size - 1) / 2 for number in range(4)]
-            counts = [param.numel() for param in reversed(list(model.parameters()))]
-            parts = bucket._peer_weight.split(counts)
-            assert [part.unique().tolist() for part in parts] == [[value] for value in expected]
-            continue
-        backward(model, rank, 0)
-        model.bagua_algorithm.state_dict()
-        flat = torch.cat([param.detach().flatten() for param in reversed(list(model.parameters()))])
-        assert torch.equal(bucket._weight, flat)
-        everybody = torch.empty(size * flat.numel())
-        bagua.allgather(flat, everybody)
-        assert torch.equal(bucket._left_peer_weight, everybody.chunk(size)[(rank - 1) % size])
-        assert torch.equal(bucket._right_peer_weight, everybody.chunk(size)[(rank + 1) % size])
-
-
-def copies_of_weights_stay_until_they_are_communicated(rank: int) -> None:
-    model = net()
-    model.with_bagua(whole(model), LowPrecisionDecentralizedAlgorithm(False))
-    backward(model, rank, 0)
-    exchange, backend = model.bagua_ddp.exchange, model.bagua_ddp.backend
-    exchange.before_step()
-    exchange._start(waits=False)
-    copies = [weakref.ref(copy) for _, copy in exchange._handed]
-    exchange._handed.clear()
-    gc.collect()
-    # The communication thread may be reading and writing them.
-    assert all(copy() is not None for copy in copies)
-    backend.wait_pending_comm_ops()
-    assert all(copy() is None for copy in copies)
 
 
 CASES = cases_in(globals())
