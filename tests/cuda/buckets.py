@@ -153,19 +153,3 @@ class Sides:
         """Ends both engines."""
         for queue in self.queues:
             queue.raw.shutdown()
-
-
-def check_sums(cuda: Cuda, rank: int, ranks: int, stream: int) -> None:
-    """Three steps of two buckets, of which one has tensors that lie apart: each becomes the sum over the ranks."""
-    made = [Tensors(cuda, f"flat {flat}", flat=flat, stream=stream) for flat in (True, False)]
-    for bucket in made:
-        bucket.raw.append_centralized(False, False, True)
-    queue = Queue("engine", *made)
-    for step in range(3):
-        for bucket in made:
-            bucket.write(np.arange(bucket.count, dtype=np.float32) + rank + step, stream)
-        queue.step(stream)
-        for bucket in made:
-            sums = ranks * (np.arange(bucket.count, dtype=np.float32) + step) + sum(range(ranks))
-            assert np.array_equal(bucket.read(stream), sums), bucket.name
-    queue.raw.shutdown()

@@ -10,9 +10,6 @@ from typing import Any
 
 from tests.waits import until as until  # Scenarios take all names of this module.
 
-#: What cuLaunchHostFunc calls.
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
 
 class Driver:
     """`cuda.cuMemFree_v2(…)` raises where the call fails; `cuda.code("cuMemFree_v2", …)` returns what it returned."""

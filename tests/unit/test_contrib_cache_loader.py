@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("msgpack", reason="msgpack is not installed: make setup")
 pytest.importorskip("redis", reason="redis is not installed: make setup")
 pytest.importorskip("xxhash", reason="xxhash is not installed: make setup")
 
-from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
 from bagua.torch_api.contrib.utils.memory_store import MemoryStore  # noqa: E402
@@ -266,15 +265,6 @@ def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(hosts: list[di
     loader.close()
 
 
-def test_a_pickled_loader_is_a_loader_of_the_same_store(hosts: list[dict[str, Any]]) -> None:
-    loader = CacheLoader("redis", "d", 100, hosts=hosts)
-    loader.get("k", lambda key: 1)
-    copy = pickle.loads(pickle.dumps(loader))
-    assert copy.get("k", lambda key: 2) == 1
-    copy.close()
-    loader.close()
-
-
 # --- the data set ----------------------------------------------------------------------------------------------------
 
 
@@ -292,17 +282,6 @@ def test_every_sample_is_the_data_sets_and_computed_once(options: dict[str, Any]
     assert inner.computed == list(range(102))
     assert cached.cache_loader.num_keys() == 102
     cached.cache_loader.close()
-
-
-def test_two_data_sets_in_one_store_hold_their_own_samples(hosts: list[dict[str, Any]]) -> None:
-    one = CachedDataset(Squares(102), "redis", "one", hosts=hosts)
-    two = CachedDataset(TensorDataset(torch.arange(102)), "redis", "two", hosts=hosts)
-    assert [one[index][1]["square"] for index in range(102)] == [index**2 for index in range(102)]
-    assert one.cache_loader.num_keys() == 102
-    assert [int(two[index][0]) for index in range(102)] == list(range(102))
-    assert two.cache_loader.num_keys() == 204
-    one.cache_loader.close()
-    two.cache_loader.close()
 
 
 @pytest.mark.slow

@@ -315,14 +315,6 @@ def test_the_jobs_server_ends_with_its_owner_however_that_ends(end: str) -> None
         owner.join()
 
 
-def test_a_server_that_cannot_start_says_why(servers: Callable[..., Any]) -> None:
-    (running,) = servers(1)
-    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:\d+.*in use"):
-        RedisServer("127.0.0.1", 32 * MIB, port=running.port)
-    with pytest.raises(RuntimeError, match=r"(?i)bad directive"):
-        RedisServer("127.0.0.1", 32 * MIB, settings=[("colour", "blue")])
-
-
 def test_the_command_of_the_original_starts_a_server_on_loopback() -> None:
     with free_port() as port:
         server = start_redis_server_cli(port, 10_000_000, "--maxclients", "17")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import gloo, scripts
+from tests import scripts
 
 #: What each rank does first. `late()` lets the threads that there are by then run only when the main thread sleeps: on
 #: its own processor, in the class of the kernel that any other thread interrupts.
@@ -95,9 +95,3 @@ def test_ddp_on_the_backend_bagua_whose_threads_are_late(tmp_path: Path) -> None
     ends(
         TORCH.format(imports="import bagua.c10d  # torch 2.15 finds the backend without it", backend="bagua"), tmp_path
     )
-
-
-@pytest.mark.slow
-def test_ddp_on_gloo_whose_threads_are_late_with_the_help_that_tests_give_it(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
-    ends(TORCH.format(imports="", backend="gloo"), tmp_path, *gloo.arguments(tmp_path)[:1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -63,23 +62,6 @@ KINDS: dict[str, Callable[[Path, int], list[Any]]] = {
     "our server": lambda _, ranks: our_clients(ranks),
     "our files": lambda folder, ranks: [extension.Store.files(folder)] * ranks,
 }
-
-
-class Counting:
-    """A store that counts what its server has to do for one rank."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.requests, self.bytes = 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        def ask(*arguments: Any) -> Any:
-            self.requests += 1
-            found = getattr(self.store, name)(*arguments)
-            self.bytes += sum(map(len, found if isinstance(found, list) else [found])) if name[-3:] == "get" else 0
-            return found
-
-        return ask
 
 
 def join(store: Any, rank: int, size: int, *, secret: bytes = b"", limit: float = PATIENCE) -> tuple[group.Group, int]:
@@ -149,19 +131,6 @@ def test_ranks_join_by_any_store_and_again_and_again(kind: str, tmp_path: Path) 
         numbers.append(found[0][1])
         work_and_leave([one for one, _ in found])
     assert len(set(numbers)) == 3
-
-
-def test_what_the_store_serves_grows_with_the_number_of_ranks_and_not_with_its_square() -> None:
-    server = serving()
-    served: dict[int, Counter[str]] = {}
-    for size in (4, 16):
-        ranks = [Counting(PrefixStore(str(size), client(server))) for _ in range(size)]
-        work_and_leave([one for one, _ in joined(ranks)])
-        served[size] = Counter(bytes=sum(r.bytes for r in ranks), requests=sum(r.requests for r in ranks))
-        assert max(rank.bytes for rank in ranks) < 200
-    # Of the ranks that are not the first, which reads nothing but a number.
-    for what in ("bytes", "requests"):
-        assert 0 < served[16][what] / 15 <= 1.1 * served[4][what] / 3, served
 
 
 def test_an_entry_that_an_earlier_group_left_in_the_store_is_passed_over() -> None:

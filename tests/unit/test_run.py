@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bagua import extension
-from bagua.distributed import end_with_parent, run, store
+from bagua.distributed import run, store
 from bagua.errors import BaguaError
 from tests.processes import is_running, pid_of
 from tests.waits import until
@@ -169,30 +169,11 @@ def test_a_signal_to_the_runner_ends_its_ranks(number: signal.Signals, code: int
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_a_rank_that_ignores_sigterm_or_is_frozen_is_killed_after_a_second_signal(tmp_path: Path) -> None:
-    code = "signal.signal(signal.SIGTERM, lambda *_: say(f'{rank}.asked'))\nrun_on()"
-    with runner("--nproc-per-node", "2", *NODE_1, write(tmp_path, RUNS_ON + code), str(tmp_path)) as process:
-        pids = [pid_of(tmp_path / f"{rank}.0") for rank in (2, 3)]
-        os.kill(pids[1], signal.SIGSTOP)
-        process.send_signal(signal.SIGTERM)
-        pid_of(tmp_path / "2.asked")
-        process.send_signal(signal.SIGINT)
-        assert finish(process)[0] == 143
-    assert not any(is_running(pid) for pid in pids)
-
-
 def test_ranks_end_with_a_killed_runner(tmp_path: Path) -> None:
     with runner("--nproc-per-node", "2", write(tmp_path, RUNS_ON + "run_on()"), str(tmp_path)) as process:
         pids = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
         process.kill()
         until(lambda: not any(is_running(pid) for pid in pids), "the ranks end with the runner")
-
-
-def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> None:
-    # This process is the parent, and not process 1.
-    command = [sys.executable, "-I", "-S", end_with_parent.__file__, "1", sys.executable, "-c", "print('started')"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
 
 
 BOOK = """
@@ -232,18 +213,6 @@ def test_the_ranks_of_one_node_share_a_book_by_a_secret_that_the_runner_drew(tmp
             assert finish(process)[0] == 128 + signal.SIGTERM
         secrets.add(secret)
     assert len(secrets) == 2
-
-
-def test_a_port_of_the_book_that_is_taken_ends_the_runner_before_a_rank_starts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        script = write(tmp_path, RUNS_ON + "run_on()")
-        arguments = ["--nproc-per-node", "1", "--master-port", str(port), script, str(tmp_path)]
-        with runner(*arguments) as process:
-            code, _, errors = finish(process)
-    assert code == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in errors
-    assert not list(tmp_path.glob("*.0"))
 
 
 @pytest.mark.parametrize(
@@ -318,29 +287,12 @@ def test_a_secret_that_is_set_is_kept_and_for_several_nodes_none_is_drawn(
     assert (tmp_path / "secret").read_text() == secret
 
 
-def test_a_store_with_tls_and_no_secret_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BAGUA_TLS", "1")
-    monkeypatch.delenv("BAGUA_JOB_SECRET", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        store.main(["--listen", "127.0.0.1:0"])
-    assert ended.value.code == 2
-    assert "BAGUA_JOB_SECRET" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:x", "host:65536", "host:-1", "::1:5"])
 def test_an_address_that_is_none_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         store.main(["--listen", address])
     assert ended.value.code == 2
     assert repr(address) in capsys.readouterr().err
-
-
-def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    # An address for documents (RFC 5737), which no machine has.
-    assert store.main(["--listen", "192.0.2.1:0"]) == 1
-    assert "cannot listen on 192.0.2.1:0: Cannot assign requested address" in capsys.readouterr().err
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
