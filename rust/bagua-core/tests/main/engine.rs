@@ -14,7 +14,7 @@ use bagua_core::error::{Error, Result};
 use bagua_core::group::{Lane, Lanes};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Region;
-use bagua_core::op::{BucketCx, CallbackOp, CentralizedOp, NoOp, Op};
+use bagua_core::op::{BucketCx, CallbackOp, CentralizedOp, Op};
 use bagua_core::stats::Stats;
 use bagua_core::transport::local_mesh;
 use bagua_core::types::DType;
@@ -274,17 +274,6 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
 }
 
 #[test]
-fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
-    let (engine, _) = single_rank_engine();
-    engine.register(buckets("a b c")).unwrap();
-    for step in 0..5000 {
-        mark(&engine, "abc");
-        let waited = in_slices(&engine, None, || Ok::<(), ()>(()));
-        assert_eq!(waited, Ok(Ok(3)), "step {step}");
-    }
-}
-
-#[test]
 fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
     // The group has failed, and the operation that waits for the peer has not noticed yet.
     let (engine, health) = single_rank_engine();
@@ -381,39 +370,6 @@ fn dropping_an_idle_engine_does_not_poison_its_group() {
     assert_eq!(text(engine.mark_ready(number(&engine, "b"), None, None)), "aborted: engine 'model' was shut down");
     drop(engine);
     assert!(health.check().is_ok());
-}
-
-#[test]
-fn two_engines_on_two_threads_do_not_block_each_other() {
-    for ranks in [2, 3] {
-        std::thread::scope(|scope| {
-            for (rank, meshes) in local_mesh(ranks).into_iter().zip(local_mesh(ranks)).enumerate() {
-                let health = GroupHealth::local(rank, ranks);
-                for (model, mesh) in [meshes.0, meshes.1].into_iter().enumerate() {
-                    let engine =
-                        Engine::over(lane(&health, Net::new(mesh)), health.clone(), &format!("{model}")).unwrap();
-                    scope.spawn(move || {
-                        let own = rank as f32;
-                        let ((first, a), (second, b)) = (memory(&[1.0 + own, 10.0 + 10.0 * own]), memory(&[own]));
-                        let shared = bucket("only", vec![tensor("a", a), tensor("b", b)]);
-                        shared.lock().append(Arc::new(CentralizedOp::new(false, true, true))).unwrap();
-                        shared.lock().append(Arc::new(NoOp)).unwrap();
-                        engine.register(vec![shared]).unwrap();
-                        let mut head = (1..=ranks).sum::<usize>() as f32;
-                        let mut tail = (0..ranks).sum::<usize>() as f32;
-                        for _ in 0..10 {
-                            // The ranks mark in different orders.
-                            mark(&engine, if rank == 0 { "ab" } else { "ba" });
-                            assert_eq!(engine.wait(LONG).unwrap(), 1);
-                            assert_eq!((values(first, 2), values(second, 1)), (vec![head, 10.0 * head], vec![tail]));
-                            head *= ranks as f32;
-                            tail *= ranks as f32;
-                        }
-                    });
-                }
-            }
-        });
-    }
 }
 
 #[test]

@@ -4,7 +4,6 @@
 mod average;
 mod average_deaths;
 mod average_joining;
-mod average_replay;
 mod contract;
 mod engine;
 mod engine_callbacks;

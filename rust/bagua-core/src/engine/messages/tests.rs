@@ -395,47 +395,6 @@ fn the_end_of_a_messenger_ends_what_it_has_not_done() {
 }
 
 #[test]
-fn threads_that_wait_at_the_same_time_and_callbacks_all_get_their_messages() {
-    let ranks = world(2);
-    const THREADS: usize = 4;
-    const ROUNDS: usize = 300;
-    let called = Arc::new(AtomicUsize::new(0));
-    std::thread::scope(|scope| {
-        for (me, rank) in ranks.iter().enumerate() {
-            for thread in 0..THREADS {
-                let called = Arc::clone(&called);
-                scope.spawn(move || {
-                    for round in 0..ROUNDS {
-                        let (len, seed) = (if round % 7 == 0 { 50_000 } else { 100 }, thread * ROUNDS + round);
-                        let (peer, tag) = (1 - me, thread as u32);
-                        // One receive that no thread waits for, and one that this thread waits for. Their order
-                        // alternates.
-                        let (unwatched, _) = rank.recv(Some(peer), 100 + tag, 4);
-                        let called = Arc::clone(&called);
-                        let count = move |result: &Result<()>| {
-                            assert_eq!(*result, Ok(()));
-                            called.fetch_add(1, SeqCst);
-                        };
-                        unwatched.handle.on_done(count).unwrap();
-                        let send = rank.send(peer, tag, pattern(len, seed));
-                        let (posted, memory) = rank.recv(Some(peer), tag, len);
-                        posted.handle.wait(Some(LONG)).unwrap();
-                        assert_eq!(memory.bytes(), pattern(len, seed));
-                        send.wait(Some(LONG)).unwrap();
-                        rank.send(peer, 100 + tag, vec![1; 4]);
-                    }
-                });
-            }
-        }
-    });
-    let until = Instant::now() + LONG;
-    while called.load(SeqCst) < 2 * THREADS * ROUNDS && Instant::now() < until {
-        std::thread::yield_now();
-    }
-    assert_eq!(called.load(SeqCst), 2 * THREADS * ROUNDS);
-}
-
-#[test]
 fn a_waiter_that_ends_leaves_the_progress_to_whoever_is_left() {
     let ranks = world(2);
     let first = ranks[0].recv(Some(1), 1, 4).0.handle;
@@ -457,21 +416,4 @@ fn a_waiter_that_ends_leaves_the_progress_to_whoever_is_left() {
         std::thread::yield_now();
     }
     assert!(last.is_completed(), "no thread waits for it");
-}
-
-#[test]
-fn waits_without_any_time_make_progress() {
-    let ranks = world(2);
-    for (round, len) in [100, posted::EAGER + 1, 3 << 20].into_iter().enumerate() {
-        let send = ranks[0].send(1, 0, pattern(len, round));
-        let (posted, memory) = ranks[1].recv(Some(0), 0, len);
-        let until = Instant::now() + LONG;
-        for handle in [&posted.handle, &send] {
-            while handle.wait_for(Duration::ZERO) == Waited::Pending && Instant::now() < until {
-                std::thread::yield_now();
-            }
-            assert!(handle.is_completed());
-        }
-        assert_eq!(memory.bytes(), pattern(len, round));
-    }
 }

@@ -338,11 +338,6 @@ fn a_death_at_any_message_of_a_round_of_three_tears_no_survivor() {
 }
 
 #[test]
-fn a_death_at_any_message_of_a_round_of_four_tears_no_survivor() {
-    deaths(How::Messages, 4);
-}
-
-#[test]
 fn a_death_before_or_after_any_verb_of_shared_memory_tears_no_survivor() {
     for size in 2..=4 {
         deaths(How::Shm, size);

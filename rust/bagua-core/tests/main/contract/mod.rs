@@ -5,7 +5,6 @@ mod buckets;
 #[macro_use]
 mod collectives;
 mod failures;
-mod fault;
 mod implementations;
 mod oracle;
 mod streams;

@@ -5,15 +5,10 @@
 //! staged collective of a real device does.
 
 use std::any::Any;
-use std::iter::zip;
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
-use bagua_core::codec::{Codec, Encoded, MinMaxU8, Scratch};
-use bagua_core::collective::{
-    Chunks, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
-};
+use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
 use bagua_core::request::Uses;
@@ -226,17 +221,6 @@ impl Collective for Staged {
         place.is_none_or(|device| device.kind() == KIND)
     }
 
-    fn codec_on(
-        &mut self,
-        place: DeviceRef<'_>,
-        codec: &dyn Codec,
-        dtype: DType,
-    ) -> Result<Option<Box<dyn DeviceCodec>>> {
-        let here = |device: &Arc<dyn Device>| Box::new(ToyCodec(Arc::clone(device))) as Box<dyn DeviceCodec>;
-        let known = codec.id() == MinMaxU8.id() && dtype == DType::F32;
-        Ok(place.filter(|device| known && device.kind() == KIND).map(here))
-    }
-
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         if verb.is_over_exchange() {
             return over_exchange(self, cx, verb, io);
@@ -268,172 +252,6 @@ impl Collective for Staged {
         self.0.exchange(cx, &outgoing, &mut incoming)?;
         recvs.iter_mut().zip(&got).try_for_each(|(message, data)| message.data.copy_from(data))
     }
-}
-
-/// The float32 of toy memory.
-fn floats(buffer: Buffer<'_>) -> Result<Vec<f32>> {
-    Ok(on_host(buffer)?.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
-}
-
-/// minmax_u8 of float32 on toy memory, through copies. The device lists its calls.
-struct ToyCodec(Arc<dyn Device>);
-
-impl ToyCodec {
-    fn log(&self, what: &str) {
-        let device: &dyn Any = &*self.0;
-        device.downcast_ref::<Toy>().unwrap().calls.lock().unwrap().push(what.to_owned());
-    }
-}
-
-impl DeviceCodec for ToyCodec {
-    fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: BufferMut<'_>) -> Result<()> {
-        self.log("encode");
-        let mut host = on_host(data)?;
-        host.truncate(chunks.elements * 4);
-        host.resize(chunks.chunks * chunks.count * 4, 0);
-        encode_all(cx, &host, chunks, records)
-    }
-
-    fn combine(
-        &mut self,
-        cx: &OpContext<'_>,
-        chunks: &Chunks,
-        records: Buffer<'_>,
-        divisor: usize,
-        record: BufferMut<'_>,
-    ) -> Result<()> {
-        self.log("combine");
-        let mean: Vec<u8> =
-            sums(cx, records, chunks)?.iter().flat_map(|sum| (sum / divisor as f32).to_ne_bytes()).collect();
-        encode_all(cx, &mean, chunks, record)
-    }
-
-    fn decode(
-        &mut self,
-        cx: &OpContext<'_>,
-        chunks: &Chunks,
-        records: Buffer<'_>,
-        mut data: BufferMut<'_>,
-    ) -> Result<()> {
-        self.log("decode");
-        let mut host = Vec::new();
-        for record in records.chunks(chunks.record) {
-            host.extend(decoded(cx, record, chunks)?.into_iter().flat_map(f32::to_ne_bytes));
-        }
-        host[chunks.elements * 4..].fill(0);
-        data.copy_from(&host[..data.len()])
-    }
-
-    fn feeds_back(&self, _members: usize) -> bool {
-        true
-    }
-
-    fn compensate(
-        &mut self,
-        _cx: &OpContext<'_>,
-        chunks: &Chunks,
-        data: BufferMut<'_>,
-        error: Buffer<'_>,
-        after: BufferMut<'_>,
-    ) -> Result<()> {
-        let (mut data, _) = data.split_at(chunks.elements * 4);
-        let sums: Vec<f32> = zip(floats(data.as_buffer())?, floats(error)?).map(|(value, lost)| value + lost).collect();
-        fill(data.reborrow(), sums.clone())?;
-        fill(after, sums)
-    }
-
-    fn lose(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, after: BufferMut<'_>) -> Result<()> {
-        let mut all = Vec::new();
-        for record in records.chunks(chunks.record) {
-            all.extend(decoded(cx, record, chunks)?);
-        }
-        let left = zip(floats(after.as_buffer())?, all).map(|(sum, decoded)| sum - decoded).collect();
-        fill(after, left)
-    }
-
-    fn lose_mean(
-        &mut self,
-        cx: &OpContext<'_>,
-        chunks: &Chunks,
-        records: Buffer<'_>,
-        divisor: usize,
-        record: Buffer<'_>,
-        after: BufferMut<'_>,
-    ) -> Result<()> {
-        let (means, divisor) = (sums(cx, records, chunks)?, divisor as f32);
-        let lost = zip(means, decoded(cx, record, chunks)?).map(|(sum, decoded)| divisor * (sum / divisor - decoded));
-        let more = zip(floats(after.as_buffer())?, lost).map(|(before, lost)| before + lost).collect();
-        fill(after, more)
-    }
-
-    fn keep(
-        &mut self,
-        _cx: &OpContext<'_>,
-        chunks: &Chunks,
-        data: Buffer<'_>,
-        after: Buffer<'_>,
-        error: BufferMut<'_>,
-    ) -> Result<()> {
-        let finite = floats(data.slice(0..chunks.elements * 4))?.into_iter().all(f32::is_finite);
-        if finite { fill(error, floats(after)?) } else { Ok(()) }
-    }
-
-    fn encode_difference(
-        &mut self,
-        cx: &OpContext<'_>,
-        chunks: &Chunks,
-        weights: Buffer<'_>,
-        [left, right, own]: [Buffer<'_>; 3],
-        record: BufferMut<'_>,
-    ) -> Result<()> {
-        self.log("difference");
-        let (x, l, r, w) = (floats(weights)?, floats(left)?, floats(right)?, floats(own)?);
-        let one = |i: usize| x[i] + l[i] * (1.0 / 3.0) + r[i] * (1.0 / 3.0) - w[i] * (5.0 / 3.0);
-        let difference: Vec<u8> = (0..chunks.count).flat_map(|i| one(i).to_ne_bytes()).collect();
-        encode_all(cx, &difference, chunks, record)
-    }
-
-    fn add(
-        &mut self,
-        cx: &OpContext<'_>,
-        chunks: &Chunks,
-        record: Buffer<'_>,
-        mut replica: BufferMut<'_>,
-    ) -> Result<()> {
-        self.log("add");
-        let difference = decoded(cx, record, chunks)?;
-        let sums = floats(replica.as_buffer())?.into_iter().zip(difference).map(|(value, more)| value + more);
-        replica.copy_from(&sums.flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
-    }
-}
-
-/// Encodes chunks on the host into records in toy memory.
-fn encode_all(cx: &OpContext<'_>, host: &[u8], chunks: &Chunks, mut records: BufferMut<'_>) -> Result<()> {
-    let mut encoded = vec![0; records.len()];
-    for (elements, record) in host.chunks(chunks.count * 4).zip(encoded.chunks_mut(chunks.record)) {
-        let outcome = MinMaxU8.encode(cx.dtype(), elements, record, 0, &mut Scratch::default());
-        cx.stats.nonfinite_records.fetch_add(u64::from(outcome == Encoded::NonFinite), Relaxed);
-    }
-    records.copy_from(&encoded)
-}
-
-/// Decodes the records in toy memory, and returns their sum, added up in the order of the records.
-fn sums(cx: &OpContext<'_>, records: Buffer<'_>, chunks: &Chunks) -> Result<Vec<f32>> {
-    let mut all = records.chunks(chunks.record).map(|record| decoded(cx, record, chunks));
-    let first = all.next().unwrap()?;
-    all.try_fold(first, |sums, more| Ok(zip(sums, more?).map(|(sum, value)| sum + value).collect()))
-}
-
-/// Writes these float32 to toy memory.
-fn fill(mut memory: BufferMut<'_>, values: Vec<f32>) -> Result<()> {
-    memory.copy_from(&values.into_iter().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
-}
-
-/// Decodes a record in toy memory.
-fn decoded(cx: &OpContext<'_>, record: Buffer<'_>, chunks: &Chunks) -> Result<Vec<f32>> {
-    let mut elements = vec![0; chunks.count * 4];
-    MinMaxU8.decode(cx.dtype(), &on_host(record)?, &mut elements)?;
-    Ok(elements.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
 }
 
 /// Factory of [`Staged`] collectives.
