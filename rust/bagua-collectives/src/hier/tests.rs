@@ -189,19 +189,6 @@ fn every_rank_can_be_the_root_of_a_broadcast() {
 }
 
 #[test]
-fn no_rank_passes_a_barrier_before_the_last_has_come() {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    let come = AtomicUsize::new(0);
-    on_all(WORLDS[1], |_, hier, health| {
-        for round in 1..=50 {
-            come.fetch_add(1, Ordering::SeqCst);
-            with(health, print(Kind::Barrier, round as u64, 0), |cx| hier.run(cx, Verb::Barrier, Io::none())).unwrap();
-            assert!(come.load(Ordering::SeqCst) >= round * hier.size());
-        }
-    });
-}
-
-#[test]
 fn a_difference_between_hosts_is_seen_by_the_leaders() {
     let outcomes = on_all(WORLDS[0], |rank, hier, health| {
         let count = if rank < 2 { 100 } else { 200 };

@@ -170,16 +170,6 @@ fn check_verbs(nets: &mut [Net], dtype: DType, op: ReduceOp, each: usize) {
 const WORLDS: [usize; 4] = [17, 24, 33, 64];
 
 #[test]
-fn every_verb_of_many_ranks_in_one_piece() {
-    for n in WORLDS {
-        let mut nets = nets(n, LIMITS);
-        for (dtype, each) in [(DType::F32, 0), (DType::I32, 1), (DType::F64, 301)] {
-            check_verbs(&mut nets, dtype, ReduceOp::Sum, each);
-        }
-    }
-}
-
-#[test]
 fn every_verb_of_many_ranks_in_several_pieces_and_along_rings() {
     for n in WORLDS {
         let mut nets = nets(n, SMALL_LIMITS);
@@ -197,57 +187,9 @@ fn every_verb_of_many_ranks_in_several_pieces_and_along_rings() {
 }
 
 #[test]
-fn many_ranks_round_a_float16_or_bfloat16_once() {
-    for limits in [LIMITS, SMALL_LIMITS] {
-        let mut nets = nets(70, limits);
-        for (dtype, op, each) in [
-            (DType::F16, ReduceOp::Sum, 3),
-            (DType::BF16, ReduceOp::Avg, 40),
-            (DType::F16, ReduceOp::Avg, 129),
-            (DType::BF16, ReduceOp::Sum, 130),
-        ] {
-            check_verbs(&mut nets, dtype, op, each);
-        }
-    }
-}
-
-#[test]
 fn a_tensor_of_a_megabyte_goes_along_the_ring_of_17_ranks() {
     let mut nets = nets(17, LIMITS);
     check_verbs(&mut nets, DType::F32, ReduceOp::Sum, (RING_SHARD / 4) + 5);
-}
-
-#[test]
-fn halving_that_the_user_chose_serves_any_number_of_ranks() {
-    for n in [2, 3, 5, 8, 11] {
-        for limits in [LIMITS, SMALL_LIMITS] {
-            let mut nets = nets(n, limits);
-            nets.iter_mut().for_each(|net| net.algorithm = Algorithm::Halving);
-            for (dtype, count) in [(DType::F32, 0), (DType::F32, 1), (DType::BF16, 31), (DType::F64, 2001)] {
-                let expected = combined(dtype, ReduceOp::Avg, n, count);
-                on_all(&mut nets, |rank, net| {
-                    let values = input(dtype, rank, count);
-                    let got = run(net, false, (Verb::AllReduce(ReduceOp::Avg), dtype, count), &values, &values);
-                    assert!(got == expected, "{count} {dtype:?} of {n}");
-                });
-            }
-        }
-    }
-}
-
-#[test]
-fn no_rank_passes_a_barrier_of_many_before_the_last_has_come() {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    for n in WORLDS {
-        let come = AtomicUsize::new(0);
-        on_all(&mut nets(n, LIMITS), |_, net| {
-            for round in 1..=5 {
-                come.fetch_add(1, Ordering::SeqCst);
-                call(net, Verb::Barrier, DType::U8, 0, Io::none()).unwrap();
-                assert!(come.load(Ordering::SeqCst) >= round * n);
-            }
-        });
-    }
 }
 
 type Peers = Arc<Mutex<BTreeSet<usize>>>;

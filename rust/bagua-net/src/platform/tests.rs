@@ -40,12 +40,6 @@ fn random_bytes_fill_memory_of_any_length_and_do_not_repeat() {
 }
 
 #[test]
-fn every_process_of_the_host_gets_its_identity_and_its_name() {
-    assert!(!host_id().unwrap().is_empty() && host_id() == host_id());
-    assert!(!host_name().is_empty() && host_name() == host_name().trim());
-}
-
-#[test]
 fn open_descriptors_are_counted_and_are_those_of_a_directory() {
     let before = open_descriptors().unwrap();
     let more: Vec<_> = (0..500).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
