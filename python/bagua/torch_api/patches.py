@@ -5,7 +5,6 @@ It adds members to tensors, modules and process groups, and hooks to the steps o
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 from .communication import bagua_patch, to_bagua_process_group
 from .distributed import BaguaModule
-from .model_engine.in_place_ddp import hidden_forward_hooks
 from .model_engine.optimizer_steps import follow_others
 from .process_group import AnyCommunicator, ProcessGroup
 from .tensor import BaguaTensor
@@ -26,7 +24,6 @@ def apply() -> None:
     _patch_tensor()
     _patch_module()
     _patch_process_group()
-    _patch_script()
     follow_others()
 
 
@@ -66,19 +63,6 @@ def _patch_module() -> None:
         return [name for name in names if name not in attributes or hasattr(self, name)]
 
     torch.nn.Module.__dir__ = list_present  # type: ignore[method-assign]
-
-
-def _patch_script() -> None:
-    """Hides Bagua's hooks from TorchScript, which would compile them. A scripted copy does not communicate."""
-    recursive: Any = torch.jit._recursive
-    create = recursive.create_script_module
-
-    @functools.wraps(create)
-    def create_script_module(nn_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with hidden_forward_hooks(nn_module):
-            return create(nn_module, *args, **kwargs)
-
-    recursive.create_script_module = create_script_module
 
 
 def _bagua_pg(self: dist.ProcessGroup) -> ProcessGroup:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from .engine import ModelEngine
 from .model_checks import is_recorded
 from .state import model_state
-from .torch_hooks import ModelHook, call_after_forward, call_before_forward, unwrapped
+from .torch_hooks import ModelHook, call_after_forward, call_before_forward
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 _ended = model_state.ended
@@ -42,31 +41,6 @@ class _AfterForwardHook(ModelHook):
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not is_recorded():
             call_after_forward(self._ddp, output)
-
-
-def _is_ours(hook: Any) -> bool:
-    return hook is unwrapped or isinstance(hook, (_ForwardHook, _AfterForwardHook))
-
-
-@contextlib.contextmanager
-def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Removes Bagua's forward hooks from a module and its children for the duration of a ``with`` block."""
-    hidden = []
-    for child in module.modules():
-        both: tuple[Any, Any] = (child._forward_pre_hooks, child._forward_hooks)
-        for hooks in both:
-            for key, hook in list(hooks.items()):
-                if _is_ours(hook):
-                    hidden.append((hooks, key, hook, list(hooks)))
-                    del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, key, hook, order in hidden:
-            hooks[key] = hook
-            for later in order[order.index(key) + 1 :]:
-                if later in hooks:
-                    hooks[later] = hooks.pop(later)
 
 
 class InPlaceEngine(ModelEngine):
