@@ -98,22 +98,6 @@ class Checkpointed(nn.Module):
         return x
 
 
-class Convolutional(nn.Module):
-    """Convolution, normalisation, and a parameter at the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # No bias: its gradient in front of a normalisation is rounding noise, which Adam would make a step of.
-        self.conv = nn.Conv2d(1, 4, 3, bias=False)
-        self.norm = nn.BatchNorm2d(4)
-        self.scale = nn.Parameter(torch.ones(4, 1, 1))
-        self.head = nn.Linear(4 * 6 * 6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head((torch.relu(self.norm(self.conv(x))) * self.scale).flatten(1))
-        return y
-
-
 class Mixed(nn.Module):
     """Parameters of several dtypes, of no dimension and of no element."""
 

@@ -29,7 +29,6 @@ from tests.distributed.training_models import (
     Buffered,
     Checkpointed,
     Complex,
-    Convolutional,
     Mixed,
     Net,
     Odd,
@@ -310,34 +309,11 @@ row(
 # --- buckets, views, ignored and tied parameters ----------------------------------------------------------------------
 
 
-def keeping(training: Training, loss: Loss, number: int) -> None:
-    training.optimizer.zero_grad(set_to_none=False)
-    training.backward(loss())
-    training.optimizer.step()
-
-
-#: MiB: everything, two tensors, and one tensor in a bucket.
-BUCKETS: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 700 / 2**20}, {"bucket_cap_mb": 1 / 2**20}]
-
 row(
     "sgd_and_adam_with_any_buckets",
     Variant({"bucket_cap_mb": 0.001}, optimizer=sgd),
     Variant({"bucket_cap_mb": 0.00001, "gradient_as_bucket_view": False}),
     Variant({"bucket_cap_mb": 0.001}),
-)
-row(
-    "every_optimizer_with_all_options",
-    *(
-        Variant(
-            {**cap, **view}, make=Convolutional, batches=normal(6, 1, 8, 8), optimizer=optimizer, step=step, steps=10
-        )
-        for optimizer in (sgd, momentum, adam)
-        for step in (plain, keeping)
-        for view in ({}, {"gradient_as_bucket_view": False})
-        for cap in BUCKETS
-    ),
-    sizes=ALL_SIZES,
-    slow=True,
 )
 row("one_parameter_at_the_root", *each_view(make=lambda: nn.Linear(8, 2), optimizer=sgd), sizes=ALL_SIZES)
 
@@ -355,7 +331,7 @@ row("parameters_without_dimensions_or_elements", *each_view(make=Odd, optimizer=
 row(
     "complex_weights",
     *each_view(make=Complex, optimizer=momentum),
-    *each_view(options=BUCKETS[2], make=lambda: Complex(torch.complex128), optimizer=sgd),
+    *each_view(options={"bucket_cap_mb": 1 / 2**20}, make=lambda: Complex(torch.complex128), optimizer=sgd),
     sizes=ALL_SIZES,
     left_out=older((2, 11), "its gloo adds no complex numbers"),
 )
