@@ -66,7 +66,6 @@ def _parser() -> Parser:
         metavar="FILE",
         help="write all operations as a trace for Perfetto or Chrome to this file",
     )
-    merge.add_argument("--json", action="store_true", help="print one JSON object")
     merge.set_defaults(run=_merge)
     for command in (doctor, bench, top):
         command.add(commands)
@@ -78,10 +77,6 @@ def _merge(options: argparse.Namespace) -> int:
     read = trace.read(files)
     if options.out is not None:
         options.out.write_text(json.dumps(trace.chrome_trace(read), allow_nan=False), encoding="utf-8")
-    if options.json:
-        found = {"files": list(map(str, files)), "findings": [each.as_json() for each in trace.find(read)]}
-        tables.show(json.dumps(found, indent=2, allow_nan=False))
-        return 0
     count = f"{len(files)} record{'s' if len(files) > 1 else ''}"
     lines = [] if options.files else [f"{count} of the newest job: {files[0].parent}"]
     tables.show("\n".join([*lines, *(trace.findings(read) or ["no operation hung in these records"])]))

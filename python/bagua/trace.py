@@ -16,7 +16,7 @@ from typing import Any
 
 from bagua.records import VERSION
 
-__all__ = ["Finding", "Record", "chrome_trace", "find", "findings", "newest_job", "read"]
+__all__ = ["Record", "chrome_trace", "findings", "newest_job", "read"]
 
 Operation = dict[str, Any]
 
@@ -25,10 +25,6 @@ _MESSAGES = ("send/recv", "exchange")
 
 # Fields that must be equal on all ranks of one operation.
 _EQUAL = ("kind", "root", "dtype", "count")
-
-
-# Fields of an operation in `Finding.as_json`.
-_SHOWN = (*_EQUAL, "label", "state", "begin", "end")
 
 # Types of the fields that are used.
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -160,41 +156,11 @@ def _read_one(path: Path) -> Record:
         raise ValueError(f"{path} is not a flight record: {error}") from error
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An operation that hung, failed, or differed among ranks."""
-
-    kind: str
-    """"missing" if ranks waited for others, "failed" if no rank was missing, "disagreement" if the ranks' operations
-    differ."""
-    lines: list[str]
-    """The finding as text."""
-    group: str
-    channel: int
-    seq: int
-    """Number of the operation in its channel."""
-    waiting: list[int]
-    """World ranks on which the operation did not end well."""
-    missing: list[int]
-    """World ranks that did not begin the operation."""
-    operations: dict[int, Operation]
-    """The operation in the record of each rank that began it."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the dict that `bagua trace merge --json` prints for this finding."""
-        fields = {key: value for key, value in vars(self).items() if key not in ("lines", "operations")}
-        shown = {rank: {key: op.get(key) for key in _SHOWN} for rank, op in sorted(self.operations.items())}
-        return {**fields, "operations": shown, "text": "\n".join(self.lines)}
-
-
 def findings(records: Sequence[Record]) -> list[str]:
-    """Returns the findings as lines of text."""
-    return [line for finding in find(records) for line in finding.lines]
-
-
-def find(records: Sequence[Record]) -> list[Finding]:
-    """Returns the operations that hung, failed or differed, in the order in which they began; messages last."""
-    found: list[Finding] = []
+    """Returns lines of text about the operations that hung, failed or differed, in the order in which they began. Lines
+    about messages come last.
+    """
+    found: list[str] = []
     places, messages = _by_key(records)
     for place, ops in sorted(places.items(), key=lambda item: _first_begin(item[1].values())):
         if all(op["state"] == "done" for op in ops.values()):
@@ -202,19 +168,15 @@ def find(records: Sequence[Record]) -> list[Finding]:
         waiting = sorted(rank for rank, op in ops.items() if op["state"] != "done")
         missing = _missing(place, ops, records)
         if len({tuple(op[key] for key in _EQUAL) for op in ops.values()}) > 1:
-            kind, lines = "disagreement", _disagreement(place, ops)
+            found += _disagreement(place, ops)
         elif missing:
-            kind, lines = "missing", [_waited(waiting, missing, ops[waiting[0]], str(place))]
+            found.append(_waited(waiting, missing, ops[waiting[0]], place))
         else:
-            lines = [f"{_ranks(waiting)} failed, and no rank was missing: {_name(ops[waiting[0]])} {place}"]
-            kind = "failed"
-        found.append(Finding(kind, lines, place.group, place.channel, place.seq, waiting, missing, ops))
+            found.append(f"{_ranks(waiting)} failed, and no rank was missing: {_name(ops[waiting[0]])} {place}")
     for rank, op in messages:
         if op["missing"]:
             at = _OperationKey(op["group"], op["channel"], op["seq"])
-            missing = sorted(op["missing"])
-            lines = [_waited([rank], missing, op, str(at))]
-            found.append(Finding("missing", lines, at.group, at.channel, at.seq, [rank], missing, {rank: op}))
+            found.append(_waited([rank], sorted(op["missing"]), op, at))
     return found
 
 
@@ -270,7 +232,7 @@ def _disagreement(place: _OperationKey, ops: Mapping[int, Operation]) -> list[st
     return [f"ranks disagree on {place}:", *(f"  {_ranks(ranks)}: {doing}" for doing, ranks in by_doing.items())]
 
 
-def _waited(waiting: Sequence[int], missing: Sequence[int], op: Operation, place: str) -> str:
+def _waited(waiting: Sequence[int], missing: Sequence[int], op: Operation, place: _OperationKey) -> str:
     return f"{_ranks(waiting)} waited for {_ranks(missing)}: {_name(op)} {place}{_label(op)}"
 
 

@@ -213,22 +213,6 @@ def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer()
     assert "does not answer: " in silent
 
 
-@needs_client
-def test_top_prints_each_reading_as_a_line_of_json() -> None:
-    with served() as port, free_port() as unused:
-        ended = command("top", "--once", "--json", f"127.0.0.1:{port}", f"127.0.0.1:{unused}")
-    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
-    answered, silent = json.loads(ended.stdout)["ranks"]
-    assert (answered["endpoint"], answered["rank"], answered["trouble"]) == (f"127.0.0.1:{port}", 0, None)
-    assert [(op["group"], op["op"]) for op in answered["ops"]] == [("world", "all_reduce"), ("world", "broadcast")]
-    reduce = answered["ops"][0]
-    assert (reduce["calls"], reduce["payload_bytes"]) == (1, 1000)
-    # Nothing was communicated between the two readings.
-    assert set(reduce["per_second"].values()) == {0}
-    assert (silent["rank"], silent["ops"]) == (None, [])
-    assert "does not answer: " in silent["trouble"]
-
-
 @pytest.mark.slow
 @needs_client
 def test_top_runs_until_ctrl_c() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import http.client
-import json
 import re
 import sys
 import time
@@ -62,7 +61,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--once", action="store_true", help="take two readings a second apart, print one table, and exit"
     )
-    parser.add_argument("--json", action="store_true", help="print each reading as one line of JSON")
     parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="address at which a rank serves its metrics")
     parser.set_defaults(run=_run_top)
 
@@ -80,8 +78,7 @@ def _run_top(options: argparse.Namespace) -> int:
             now = _read_all(endpoints)
             # On a terminal, each table replaces the previous one.
             clear = "" if options.once or not sys.stdout.isatty() else "\x1b[H\x1b[J"
-            shown = _json(endpoints, before, now) if options.json else clear + _table(endpoints, before, now)
-            if not tables.show(shown) or options.once:
+            if not tables.show(clear + _table(endpoints, before, now)) or options.once:
                 return 1 if all(reading.trouble for reading in now) else 0
             before = now
     except KeyboardInterrupt:
@@ -142,30 +139,6 @@ def _rates(key: tuple[str, str], before: Reading, now: Reading) -> list[float] |
     if span <= 0 or before.trouble or (old is not None and old[0] > values[0]):
         return None
     return [(value - (old[i] if old else 0)) / span for i, value in enumerate(values)]
-
-
-def _json(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
-    names = [sample.removeprefix("bagua_op_").removesuffix("_total") for sample in _SAMPLES]
-    found = [
-        {
-            "endpoint": endpoint,
-            "rank": int(new.rank) if new.rank else None,
-            "trouble": new.trouble or None,
-            "ops": [
-                {
-                    "group": group,
-                    "op": op,
-                    **dict(zip(names, values, strict=True)),
-                    "per_second": None
-                    if (rates := _rates((group, op), old, new)) is None
-                    else dict(zip(names, rates, strict=True)),
-                }
-                for (group, op), values in sorted(new.ops.items())
-            ],
-        }
-        for endpoint, old, new in zip(endpoints, before, now, strict=True)
-    ]
-    return json.dumps({"time": time.time(), "ranks": found}, allow_nan=False)
 
 
 def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
