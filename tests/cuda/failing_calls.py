@@ -15,16 +15,6 @@ from tests.cuda.simulated import NEVER
 from tests.waits import NOT_BY_SILENCE
 from tests.world import World
 
-__all__ = [
-    "UNKNOWN",
-    "die_in_the_middle",
-    "fields_of",
-    "is_lost",
-    "only",
-    "run",
-    "two_errors",
-]
-
 #: CUDA_ERROR_UNKNOWN.
 UNKNOWN = 999
 
