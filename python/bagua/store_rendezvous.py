@@ -105,6 +105,11 @@ def join(
                 if lost.rank != 0:
                     raise
                 raise _Gone(str(lost)) from lost
+            except BaguaTimeoutError as late:
+                # The last attempt had only the rest of the time.
+                if late.missing != (0,):
+                    raise
+                raise _Gone(str(late)) from late
 
         try:
             joined = build((at.host, at.port), at.token, fetch)

@@ -180,16 +180,6 @@ def test_a_rank_that_gave_up_joins_when_it_tries_again_with_the_others() -> None
     work_and_leave([one for one, _ in joined([store] * 2)])
 
 
-def test_another_rank_that_does_not_come_is_named_to_those_who_started_first_and_last() -> None:
-    store = HashStore()
-    early = begin(join, store, 1, 4, limit=2.0)
-    late = begin(join, store, 0, 4, limit=2.5), begin(join, store, 3, 4, limit=2.5)
-    for rank in (early, *late):
-        with pytest.raises(BaguaTimeoutError) as caught:
-            rank.result(PATIENCE)
-        assert caught.value.missing == (2,), caught.value
-
-
 def test_ranks_with_another_secret_do_not_join() -> None:
     store = HashStore()
     first = begin(join, store, 0, 2, secret=b"one", limit=3.0)
