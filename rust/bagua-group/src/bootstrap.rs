@@ -8,25 +8,21 @@ use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
-use super::control::{ConnectState, Control, Listeners, Notice, Plane, World};
+use super::control::{ConnectState, Control, Listeners, Plane, World};
 use super::descriptors;
 use super::fork::OwnerProcess;
 use super::group::Group;
 use super::handshake;
+use super::plane::Notice;
 use super::rendezvous::Awaited;
 use super::tls::{Ends, Tls};
 use super::views::Endpoint;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::platform;
 use crate::wait::{Deadline, lock, slice_among, wait_on_for};
 
 /// Time before the deadline of joining at which a rank tells the other ranks whom it could not connect to.
 const GRACE: Duration = Duration::from_millis(500);
-
-/// Maximum time that a rank which gives up because of a loss stays for late ranks. At most half of the heartbeat
-/// timeout.
-const STAY: Duration = Duration::from_millis(2500);
 
 /// A rank that listens and has an address, but is not connected to any peer.
 pub struct Bootstrap {
@@ -106,17 +102,12 @@ impl Bootstrap {
     pub fn awaited(&self) -> Awaited {
         let awaited = Awaited::default();
         let plane = Arc::downgrade(&self.control.plane);
-        awaited.found_by(move || {
-            let Some(plane) = plane.upgrade() else { return Vec::new() };
-            let missing = plane.awaited();
-            if missing.is_empty() { plane.not_assembled() } else { missing }
-        });
+        awaited.found_by(move || plane.upgrade().map(|plane| plane.awaited()).unwrap_or_default());
         awaited
     }
 
     /// Second step: connects to the peers. `addresses[r]` is the address of rank r. Returns when every rank has its
-    /// control connections: one to each other rank in small worlds, about 2 log2 n in worlds above
-    /// [`Config::full_mesh`].
+    /// control connections.
     ///
     /// # Errors
     /// `InvalidArgument` or `Mismatch` if the addresses contradict each other. `Timeout` names the ranks that cannot be
@@ -127,12 +118,7 @@ impl Bootstrap {
         plane.owner.check()?;
         let parsed = Address::parse_all(addresses, &plane.config, &address)?;
         let world = World::new(parsed, addresses, &plane.config.secret);
-        let group = connect(control, world, begun, &AtomicBool::new(false), false)?;
-        if plane.config.rank == 0 && plane.config.world_size > plane.config.full_mesh {
-            // Releases freed memory to the system: connecting to 1,024 ranks leaves 4 MiB of it.
-            platform::release_memory();
-        }
-        Ok(group)
+        connect(control, world, begun, &AtomicBool::new(false))
     }
 }
 
@@ -160,9 +146,8 @@ pub(super) struct NextView {
     pub(super) listeners: Listeners,
 }
 
-/// Connects to the other members of a view, like [`Bootstrap::connect`]. In a large world, returns when the ring and
-/// the tree of the assembly are connected, a few connections per rank. The remaining connections open later. Ends with
-/// `Aborted` soon after `cancelled` was set.
+/// Connects to the other members of a view, like [`Bootstrap::connect`]. Ends with `Aborted` soon after `cancelled` was
+/// set.
 pub(super) fn connect_view(former: &Plane, next: NextView, cancelled: &AtomicBool) -> Result<Group> {
     let (begun, NextView { view, members, endpoints, listeners }) = (Instant::now(), next);
     let own = former.config.rank;
@@ -178,34 +163,23 @@ pub(super) fn connect_view(former: &Plane, next: NextView, cancelled: &AtomicBoo
         1 => Control::without_thread(plane),
         _ => Control::start(plane, listeners)?,
     };
-    connect(control, world, begun, cancelled, true)
+    connect(control, world, begun, cancelled)
 }
 
-/// Opens the connections of a rank that listens. With `skips_later`, opens only few of them before the group is used.
-fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBool, skips_later: bool) -> Result<Group> {
+/// Connects a rank that listens.
+fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBool) -> Result<Group> {
     let plane = Arc::clone(&control.plane);
     let config = &plane.config;
     let deadline = Deadline::after(config.connect_timeout);
-    let until = Instant::now() + config.connect_timeout;
     let hosts = world.addresses.iter().map(|address| address.host_name.to_string()).collect();
     let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
     plane.register(world.id, &health);
-    let world = plane.set_world(world, skips_later);
+    control.enter(world);
+    let world = plane.world()?;
     if config.world_size == 1 {
         return Group::world(control, health, vec![vec![0]]);
     }
-    let neighbours = plane.awaited();
-    for lower in neighbours.iter().take_while(|rank| **rank < config.rank) {
-        control.dial_control(*lower, until, &health)?;
-    }
-    control.watch(until);
-    let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
-    let apart = connecting.wait().inspect_err(|why| {
-        // In a next view, ranks learn of the loss from the former group, so this rank need not stay.
-        if !skips_later && matches!(why, Error::PeerLost { .. } | Error::PeerRaised { .. }) {
-            connecting.stay_for(&neighbours);
-        }
-    })?;
+    let apart = Connecting { plane: &plane, health: &health, world, deadline, cancelled }.wait()?;
     let ids: Vec<&str> = world.addresses.iter().map(|address| &*address.host_id).collect();
     let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
     plane.joined_in.get_or_init(|| begun.elapsed());
@@ -275,24 +249,11 @@ impl Connecting<'_> {
         }
     }
 
-    /// Stays reachable until the running neighbours are connected and know which loss ends this group. A late rank that
-    /// found nobody here would report this rank as lost instead.
-    fn stay_for(&self, neighbours: &[usize]) {
-        let until = Instant::now() + STAY.min(self.plane.config.heartbeat_timeout / 2);
-        while neighbours.iter().any(|rank| self.plane.is_missing(*rank)) && Instant::now() < until {
-            std::thread::sleep(slice_among(self.plane.config.world_size));
-        }
-    }
-
-    /// Returns the error for the ranks that are not connected. `missed` are the ranks that this rank had not reached
-    /// shortly before the deadline.
+    /// The error for the ranks that are not connected; `missed`: to this rank, shortly before the deadline.
     fn timed_out(&self, state: &ConnectState, missed: Option<Vec<usize>>) -> Error {
         let mut missing = self.plane.unreached();
         missing.extend(missed.unwrap_or_default());
         missing.remove(&self.plane.config.rank);
-        if missing.is_empty() {
-            missing.extend(self.plane.not_assembled());
-        }
         let missing: Vec<usize> = missing.into_iter().collect();
         let each = missing.iter().map(|rank| {
             let failure = state.last_failures.get(rank).map(|how| format!(": {how}")).unwrap_or_default();

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::control::FULL;
 use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
 pub use crate::transport::TransportChoice;
@@ -62,11 +61,7 @@ parameters! {
     streams_per_peer: usize = 2;
     /// Algorithm of all_reduce between hosts. Must be equal on all ranks.
     algorithm: Algorithm = Algorithm::Auto;
-    /// Size of the largest world in which every two ranks have a control connection. In larger worlds each rank has
-    /// about 2 log2 n. The same on all ranks.
-    full_mesh: usize = FULL;
-    /// Number of the view: 1 for a group that its caller built, more for a group that ranks of an earlier group agreed
-    /// on.
+    /// Number of the membership: 1 for a group that its caller built, more for one that ranks of an earlier group agreed on.
     view: u64 = 1;
     /// Collectives of other crates, see [`CollectiveFactory`]. The same on all ranks.
     factories: Vec<Arc<dyn CollectiveFactory>> = Vec::new();

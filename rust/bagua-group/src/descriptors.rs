@@ -10,7 +10,6 @@ use std::fmt::Display;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::config::Config;
-use super::control::Overlay;
 use crate::error::{Error, Result};
 use crate::platform::open_descriptors;
 
@@ -18,9 +17,13 @@ use crate::platform::open_descriptors;
 /// control thread and of the rendezvous, and the shared memory of a lane.
 const OWN: usize = 10;
 
-/// Returns the number of descriptors that a rank opens before it has a lane.
+/// The most control connections that a rank is sure to need before it knows how many ranks each host has.
+const LINKS: usize = 256;
+
+/// Returns the number of descriptors that a rank may open before it has a lane. Every rank may become the coordinator,
+/// which has a connection to each rank of a small world, and to each rank of its host and each host of a large one.
 pub(super) fn of_world(config: &Config) -> usize {
-    OWN + Overlay::new(config.rank, config.world_size, config.full_mesh).neighbours().len()
+    OWN + (config.world_size - 1).min(LINKS)
 }
 
 /// Raises the soft limit of this process to the hard limit. `more` returns the number of descriptors that `who` is
@@ -48,8 +51,7 @@ mod tests {
 
     #[test]
     fn a_rank_needs_descriptors_for_its_control_connections_before_it_connects() {
-        assert_eq!(of_world(&Config::new(0, 16)), OWN + 15);
-        // Distances 1, 2, 4 and 8 in both directions. Distance 8 in one direction is 16 in the other.
-        assert_eq!(of_world(&Config::new(0, 24)), OWN + 8);
+        assert_eq!(of_world(&Config::new(3, 16)), OWN + 15);
+        assert_eq!(of_world(&Config::new(0, 1024)), OWN + LINKS);
     }
 }

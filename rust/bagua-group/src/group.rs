@@ -336,13 +336,10 @@ impl Group {
         self.membership.leave();
     }
 
-    /// Leaves this group for its next view, `next`. Returns at once: the control thread announces the departure and
-    /// ends when the other ranks of the host have their view too, at the latest when `next` is left. Then the remaining
-    /// connections of `next` open. `took` is the time that this rank needed to build `next`.
-    pub(super) fn leave_for(&self, next: &Group, took: Duration) {
-        let others_open = self.membership.control.plane.others_open(took);
-        next.membership.control.connect_skips(others_open);
-        *lock(&next.membership.former) = self.membership.begin_leave(others_open);
+    /// Leaves this group for its next view. The control thread announces that and ends while the caller goes on, at the
+    /// latest when `next` is left.
+    pub(super) fn leave_for(&self, next: &Group) {
+        *lock(&next.membership.former) = self.membership.begin_leave();
     }
 }
 
@@ -351,13 +348,13 @@ impl Membership {
         if !self.control.plane.owner.is_current() {
             return;
         }
-        drop(self.begin_leave(Duration::ZERO));
+        drop(self.begin_leave());
         let former = lock(&self.former).take();
         drop(former);
     }
 
-    /// Begins to leave. The control thread does the rest: at once for a sub-group, after `after` for the world group.
-    fn begin_leave(&self, after: Duration) -> Option<Leaving> {
+    /// Begins to leave; the control thread does the rest.
+    fn begin_leave(&self) -> Option<Leaving> {
         if self.left.swap(true, Ordering::AcqRel) {
             return None;
         }
@@ -370,7 +367,7 @@ impl Membership {
             control.plane.leave_subgroup(id);
             None
         } else {
-            control.begin_leave(LEAVING, after)
+            control.begin_leave(LEAVING)
         };
         Plane::end_streams(&streams);
         leaving

@@ -190,7 +190,6 @@ pub(super) enum Refusal {
     Secret,
     Purpose,
     Busy,
-    Duplicate,
     /// The server uses TLS and the client does not.
     NeedsTls,
     /// The client uses TLS and the server does not.
@@ -198,8 +197,8 @@ pub(super) enum Refusal {
 }
 
 impl Refusal {
-    /// All refusals. The index of a refusal is its code.
-    const ALL: [Refusal; 11] = [
+    /// All refusals; the index of one is its code.
+    const ALL: [Refusal; 10] = [
         Refusal::Protocol,
         Refusal::Version(VERSION),
         Refusal::WorldSize,
@@ -208,7 +207,6 @@ impl Refusal {
         Refusal::Secret,
         Refusal::Purpose,
         Refusal::Busy,
-        Refusal::Duplicate,
         Refusal::NeedsTls,
         Refusal::NoTls,
     ];
@@ -224,9 +222,8 @@ impl Refusal {
             Refusal::Secret => 5,
             Refusal::Purpose => 6,
             Refusal::Busy => 7,
-            Refusal::Duplicate => 8,
-            Refusal::NeedsTls => 9,
-            Refusal::NoTls => 10,
+            Refusal::NeedsTls => 8,
+            Refusal::NoTls => 9,
         }
     }
 }
@@ -244,7 +241,6 @@ impl std::fmt::Display for Refusal {
             Refusal::Secret => "refused: wrong secret",
             Refusal::Purpose => "refused: a connection for an unknown purpose",
             Refusal::Busy => "refused: too many connections",
-            Refusal::Duplicate => "refused: this rank is already connected",
             Refusal::NeedsTls => "refused: the accepting rank uses TLS (BAGUA_TLS), the connecting one does not",
             Refusal::NoTls => "refused: the connecting rank uses TLS (BAGUA_TLS), the accepting one does not",
         })

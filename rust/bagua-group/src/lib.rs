@@ -9,8 +9,9 @@
 //! | `joining` | joining a running elastic job |
 //! | `blocking_frames` | frames over one connection, for threads that wait: joining, stores |
 //! | `duplicate` | a group of the same ranks with connections of its own |
-//! | `collecting` | waits that let a rank handle many events in quick succession together |
-//! | `control` | the control plane: a thread that holds control connections, sends heartbeats and broadcasts failures |
+//! | `collecting` | how long events are collected before what follows from them is done once |
+//! | `plane` | the protocol of the control plane: how ranks learn that one of them is lost, has failed or leaves |
+//! | `control` | the control thread of a rank, which runs `plane` over sockets, and the rank's groups |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `serve` | servers: accepting connections, their authentication, the thread |
 //! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
@@ -48,8 +49,6 @@ mod joining;
 mod lane;
 mod listen;
 mod message_streams;
-// For tests until it replaces `control`.
-#[cfg(test)]
 mod plane;
 mod rendezvous;
 mod segment;

@@ -17,7 +17,7 @@ use super::connection::{ConnKey, DataConn};
 use super::control::{Control, Dial, Plane};
 use super::descriptors;
 use super::fork::ForkFd;
-use super::handshake::Purpose;
+use super::handshake::{Failed, Purpose};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
@@ -96,9 +96,9 @@ pub(super) struct LaneConns {
 
 /// A connection that was begun.
 pub(super) enum Awaited {
-    /// This rank dials. The channel gets the outcome. It is disconnected if the time is over or this rank has left.
-    Dialled(Receiver<std::result::Result<DataConn, String>>),
-    /// The peer dials, and this rank waits for the connection with this key.
+    /// This rank dials: the outcome. Disconnected when the time is over, or this rank has left.
+    Dialled(Receiver<std::result::Result<DataConn, Failed>>),
+    /// The peer dials.
     Accepted(ConnKey),
 }
 
@@ -121,8 +121,10 @@ impl LaneConns {
         Awaited::Dialled(control.dial_lane(dial, limit))
     }
 
-    /// Waits for a connection for at most `longest`. Returns `None` if it has not arrived by then. [`GroupHealth`] may
-    /// know why. Fails with `System` if the peer refused the connection.
+    /// Waits for a connection for at most `longest`. `None` when it is not there then; [`GroupHealth`] may know why.
+    ///
+    /// # Errors
+    /// `System` when the peer refused it; the cause of the group's failure when the peer could not be reached.
     pub(super) fn wait(&self, peer: usize, awaited: &Awaited, longest: Duration) -> Result<Option<DataConn>> {
         let outcome = match awaited {
             Awaited::Accepted(key) => return Ok(self.control.plane.pending.take(key, longest)),
@@ -130,6 +132,7 @@ impl LaneConns {
         };
         match outcome {
             Ok(Ok(conn)) => Ok(Some(conn)),
+            Ok(Err(Failed::Broken { how, source })) => Err(self.health.attribute_broken_stream(peer, &how, &source)),
             Ok(Err(how)) => {
                 let rank = self.health.world_rank(peer);
                 Err(Error::other(format!("connecting a channel to rank {rank}: {how}")))

@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use crate::error::{DeviceFailure, Error, Progress, Source};
 
 /// Version of the protocol of addresses, handshakes, control messages and rendezvous.
-pub const VERSION: u16 = 15;
+pub const VERSION: u16 = 16;
 
 /// Maximum length of a frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;

@@ -9,19 +9,17 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Progress, Result, Source};
-use crate::sync::patience;
 use crate::wait::{blocking_wait, lock, wait_on_for};
-
-/// How long an operation with a broken stream waits for the control plane to report the cause, before it reports the
-/// peer itself as lost. Long enough for a control message in flight, and short enough to report a lost peer within one
-/// second.
-const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 
 /// Text of the cause that a rank records when it leaves the group itself.
 pub const LEAVING: &str = "this rank left the group";
 
 /// Reason of `PeerLost` for a peer that left the group in an orderly way.
 pub const LEFT: &str = "it left the group";
+
+/// Function that asks the control plane about a world rank. The control plane calls the second argument once, with true
+/// if the rank lives, after it has recorded everything that it knows of the rank.
+type Ask = Box<dyn Fn(usize, Box<dyn FnOnce(bool) + Send>) + Send + Sync>;
 
 /// Function that is called once, with the first cause.
 type Listener = Box<dyn FnOnce(&Error) + Send>;
@@ -96,6 +94,8 @@ pub struct GroupHealth {
     rank: usize,
     /// Functions to call with the first cause. Never locked while a listener runs.
     listeners: Arc<Mutex<Listeners>>,
+    /// Asks the control plane why a connection broke, and how long to wait for the answer.
+    ask: OnceLock<(Ask, Duration)>,
     shared: Weak<GroupHealth>,
 }
 
@@ -114,6 +114,7 @@ impl GroupHealth {
             hosts,
             rank,
             listeners: Arc::default(),
+            ask: OnceLock::new(),
         })
     }
 
@@ -271,19 +272,54 @@ impl GroupHealth {
         }
     }
 
-    /// Returns the error to raise after the stream to `rank` ended or broke. Waits up to 400 ms for the control plane
-    /// to report a cause, which takes precedence because the broken stream may be its consequence. Otherwise, the peer
-    /// is lost for the reason `how`.
+    /// Sets the function by which a broken stream asks the control plane for its cause. The function gets a world rank
+    /// and calls its second argument once, with true if that rank lives, after everything that is known of the rank was
+    /// recorded here. An operation waits at most `limit` for that. Has no effect after the first call.
+    pub fn ask_about_peers(
+        &self,
+        limit: Duration,
+        ask: impl Fn(usize, Box<dyn FnOnce(bool) + Send>) + Send + Sync + 'static,
+    ) {
+        let _ = self.ask.set((Box::new(ask), limit));
+    }
+
+    /// Returns the error to raise after the stream to `rank` ended or broke. Asks the control plane for the cause, which
+    /// takes precedence because the broken stream may be its consequence. Otherwise, the peer is lost for the reason
+    /// `how`.
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
         self.attribute_broken_stream(rank, how, &Source::default())
     }
 
     /// Does the same as [`GroupHealth::attribute_disconnect`], with the system's error on the stream.
     pub fn attribute_broken_stream(&self, rank: usize, how: &str, source: &Source) -> Error {
-        let until = Instant::now() + CAUSE_GRACE;
+        let lives = self.ask_why(rank);
+        let (own, peer) = (self.world_ranks[self.rank], self.world_ranks[rank]);
+        let reason = match lives {
+            _ if self.has_departed(rank) => LEFT.to_owned(),
+            true => format!("the connection between ranks {own} and {peer} broke, and both live ({how})"),
+            false => how.to_owned(),
+        };
+        self.cause().unwrap_or_else(|| self.peer_lost(rank, reason).caused_by(source))
+    }
+
+    /// Waits until the cause of a broken stream is recorded, or the control plane knows none. Returns true if the peer
+    /// lives.
+    fn ask_why(&self, rank: usize) -> bool {
+        let is_known = || self.cause.get().is_some() || self.has_departed(rank);
+        let Some((ask, limit)) = self.ask.get().filter(|_| !is_known()) else { return false };
+        let answer = Arc::new(OnceLock::new());
+        let (until, shared, given) = (Instant::now() + *limit, self.shared(), Arc::clone(&answer));
+        ask(
+            self.world_ranks[rank],
+            Box::new(move |lives| {
+                let _ = given.set(lives);
+                drop(lock(&shared.changed.0));
+                shared.changed.1.notify_all();
+            }),
+        );
         blocking_wait(|| {
             let mut guard = lock(&self.changed.0);
-            while self.cause.get().is_none() && !self.has_departed(rank) {
+            while !is_known() && answer.get().is_none() {
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     break;
@@ -291,8 +327,7 @@ impl GroupHealth {
                 guard = wait_on_for(&self.changed.1, guard, left);
             }
         });
-        let reason = if self.has_departed(rank) { LEFT } else { how };
-        self.cause().unwrap_or_else(|| self.peer_lost(rank, reason).caused_by(source))
+        answer.get().copied().unwrap_or(false)
     }
 }
 

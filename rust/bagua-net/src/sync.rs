@@ -25,19 +25,12 @@ mod machine {
     pub use std::sync::{Arc, Condvar, Mutex, MutexGuard};
     pub use std::time::Instant;
 
-    use std::time::Duration;
-
     /// Number of checks in a spin between two readings of the clock. Models do not spin; they check once and sleep.
     pub const SPINS: u32 = 32;
 
     /// Returns the size of a buffer in shared memory. Models use small buffers, so that a few bytes fill them.
     pub const fn buffer_len(bytes: usize) -> usize {
         bytes
-    }
-
-    /// Returns the length of a wait that models skip.
-    pub const fn patience(time: Duration) -> Duration {
-        time
     }
 
     /// Tells the model checker that these bytes belong to a file, which may be mapped more than once.

@@ -10,8 +10,7 @@ use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service};
 use super::super::tls::{Ends, Refused};
-use super::plane::Plane;
-use super::session;
+use super::shared::Plane;
 use crate::error::{Error, Result};
 use crate::platform;
 use crate::wait::lock;
@@ -103,18 +102,17 @@ impl Service for Plane {
         Ok(received.hello)
     }
 
-    /// Begins the session of a control connection; keeps any other one until its lane is opened.
+    /// Gives a control connection to the task of this rank; keeps any other one until its lane is opened.
     async fn serve(self: Arc<Self>, hello: Hello, mut conn: ControlConn) -> Accepted<()> {
         handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
         match hello.purpose {
             // It has its answer.
             Purpose::Probe => Ok(()),
             Purpose::Control => {
-                if session::start(&self, hello.from, conn) {
-                    Ok(())
-                } else {
-                    Err(Refusal::Duplicate)
-                }
+                conn.expedite();
+                let handle = self.handle.get().ok_or(Refusal::Protocol)?;
+                handle.accepted(hello.from, conn);
+                Ok(())
             }
             _ => {
                 let data_conn = conn.into_data().map_err(|_| Refusal::Protocol)?;

@@ -10,13 +10,11 @@ use super::super::address::Address;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::descriptors;
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP_TIMEOUT};
-use super::plane::Plane;
-use super::probe::{Verdict, probe};
-use super::session;
+use super::super::plane::{Network, Unreachable};
+use super::shared::Plane;
 use super::thread::Control;
 use crate::error::{Error, Result};
-use crate::health::GroupHealth;
-use crate::platform::path_of_name;
+use crate::platform::{is_stopped, path_of_name};
 use crate::wait::lock;
 
 /// The peer and the purpose of a connection to open.
@@ -44,37 +42,15 @@ impl Plane {
         Ok(Hello { world_size, from, to, purpose, group, channel, index, job })
     }
 
-    /// False when another rank of this host cannot be connected to by a Unix socket, although both have one. The rank before this one on the host
-    /// is asked: sockets of one network namespace reach each other.
-    pub(super) async fn reaches_its_host(&self) -> bool {
+    /// False if another rank of this host cannot be connected to by a Unix socket, although both have one. Tries only
+    /// the rank before this one on the host, because sockets of one network namespace reach each other.
+    async fn reaches_its_host(&self) -> bool {
         let Ok(world) = self.world() else { return false };
         let own = &world.addresses[self.config.rank];
         let before = world.addresses[..self.config.rank].iter().rev().find(|address| address.host_id == own.host_id);
         match before {
-            Some(before) if self.may_share_host(before).unwrap_or(false) => match self.by_unix(before.rank) {
-                Some(by_unix) => by_unix,
-                None => self.unix_name_exists(before).await,
-            },
+            Some(before) if self.may_share_host(before).unwrap_or(false) => self.is_reached_by_unix(before).await,
             _ => true,
-        }
-    }
-
-    /// Opens a control connection to a rank that replaces another as a neighbour, if it runs, and is lower: a higher one connects itself.
-    pub(super) async fn connect_to_neighbour(self: &Arc<Plane>, to: usize) {
-        if let Verdict::Lost(reason, source, loss) = probe(Arc::clone(self), to).await {
-            // It may have left, which this rank does not know yet. If it is lost, its own neighbours notice that at once.
-            tokio::time::sleep(self.config.heartbeat_timeout).await;
-            return self.peer_lost(to, &reason, &source, loss);
-        }
-        let Ok(world) = self.world() else { return };
-        if to > self.config.rank || self.has_left() {
-            return;
-        }
-        let dial = Dial { to, purpose: Purpose::Control, group: world.id, channel: 0, index: 0 };
-        let dialled = self.dial(&dial, self.kind_towards(&world.addresses[to]), |_| ());
-        // A rank that does not answer in time is silent: see `Plane::repair`.
-        if let Ok(Ok(conn)) = tokio::time::timeout(self.config.heartbeat_timeout, dialled).await {
-            session::start(self, to, conn);
         }
     }
 
@@ -110,13 +86,13 @@ impl Plane {
         Ok(conn)
     }
 
-    /// Tries to connect until an attempt succeeds or every further one would fail. Calls `failed` with the reason of every other failure. The caller
-    /// limits the time.
+    /// Tries to connect until an attempt succeeds or every further one would fail. Calls `ends` with every other
+    /// failure, which returns true to give up. The caller limits the time.
     async fn dial(
         &self,
         dial: &Dial,
         mut kind: SocketKind,
-        mut failed: impl FnMut(String),
+        ends: impl Fn(&Failed) -> bool,
     ) -> std::result::Result<ControlConn, Failed> {
         let (Ok(hello), Ok(world)) = (self.hello(dial), self.world()) else {
             return Err(Failed::Refused(Refusal::Job));
@@ -127,10 +103,9 @@ impl Plane {
             match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
                 // The table of the peer was full.
-                Err(why @ Failed::Refused(Refusal::Busy)) => failed(why.to_string()),
+                Err(why @ Failed::Refused(Refusal::Busy)) => _ = ends(&why),
                 Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
-                Err(Failed::Broken { how, .. }) => {
-                    failed(how);
+                Err(why @ Failed::Broken { .. }) => {
                     // The peer listened before it published its name: a name that does not exist here is in another namespace.
                     if kind == SocketKind::Unix
                         && dial.purpose == Purpose::Control
@@ -139,11 +114,26 @@ impl Plane {
                         kind = SocketKind::Tcp;
                         continue;
                     }
+                    if ends(&why) {
+                        return Err(why);
+                    }
                 }
             }
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(Duration::from_millis(200));
         }
+    }
+
+    async fn is_reached_by_unix(&self, address: &Address) -> bool {
+        let Ok(stream) = UnixStream::connect(path_of_name(&address.unix)).await else {
+            return self.unix_name_exists(address).await;
+        };
+        let hello = Dial { to: address.rank, purpose: Purpose::Probe, group: 0, channel: 0, index: 0 };
+        if let (Ok(mut conn), Ok(hello)) = (ControlConn::unix(stream), self.hello(&hello)) {
+            // A connection that says nothing would be counted as refused there.
+            let _ = tokio::time::timeout(STEP_TIMEOUT, handshake::probe(&mut conn, &hello)).await;
+        }
+        true
     }
 
     async fn unix_name_exists(&self, address: &Address) -> bool {
@@ -155,64 +145,73 @@ impl Plane {
     }
 }
 
-impl Control {
-    /// Starts to open the control connection to a lower rank, until `deadline`. The connection is added to `connecting`; a refusal fails
-    /// the world group.
-    pub(in super::super) fn dial_control(&self, to: usize, deadline: Instant, health: &Arc<GroupHealth>) -> Result<()> {
-        let world = self.plane.world()?;
+impl Network for Plane {
+    type Stream = ControlConn;
+
+    async fn dial(&self, to: usize) -> std::result::Result<ControlConn, Unreachable> {
+        let world = self.world().map_err(|error| Unreachable { error, ended: false })?;
         let dial = Dial { to, purpose: Purpose::Control, group: world.id, channel: 0, index: 0 };
-        let kind = self.plane.kind_towards(&world.addresses[to]);
-        let peer = world.addresses[to].describe();
-        let (plane, health) = (Arc::clone(&self.plane), Arc::clone(health));
-        self.spawn(async move {
-            let failed = |how| _ = lock(&plane.connecting).last_failures.insert(to, how);
-            match tokio::time::timeout_at(deadline.into(), plane.dial(&dial, kind, failed)).await {
-                Ok(Ok(conn)) => _ = session::start(&plane, to, conn),
-                Ok(Err(why)) => {
-                    let text = format!("{peer}: {why}");
-                    let error = match why {
-                        Failed::Refused(
-                            Refusal::Version(_)
-                            | Refusal::WorldSize
-                            | Refusal::Job
-                            | Refusal::NeedsTls
-                            | Refusal::NoTls,
-                        ) => Error::Mismatch(text),
-                        Failed::Refused(
-                            Refusal::Protocol
-                            | Refusal::Rank
-                            | Refusal::Secret
-                            | Refusal::Purpose
-                            | Refusal::Busy
-                            | Refusal::Duplicate,
-                        )
-                        | Failed::Tls(_)
-                        | Failed::Broken { .. } => Error::other(text),
-                    };
-                    let _ = health.fail(error);
-                }
-                // `connect` has the same deadline, and names the missing ranks.
-                Err(_) => {}
+        // The peer listened before it published its address.
+        let has_ended = |why: &Failed| {
+            lock(&self.connecting).last_failures.insert(to, why.to_string());
+            why.no_listener()
+        };
+        let why = match self.dial(&dial, self.kind_towards(&world.addresses[to]), has_ended).await {
+            Ok(conn) => {
+                conn.expedite();
+                return Ok(conn);
             }
-            plane.wake_connecting();
-        });
-        Ok(())
+            Err(why) => why,
+        };
+        if why.no_listener() {
+            let refusal = lock(&self.connecting).refusal();
+            let text = format!("its process died or gave up before it was connected ({why}){refusal}");
+            return Err(Unreachable { error: Error::other(text), ended: true });
+        }
+        let text = format!("{}: {why}", world.addresses[to].describe());
+        let error = match why {
+            Failed::Refused(
+                Refusal::Version(_) | Refusal::WorldSize | Refusal::Job | Refusal::NeedsTls | Refusal::NoTls,
+            ) => Error::Mismatch(text),
+            Failed::Refused(Refusal::Protocol | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy)
+            | Failed::Tls(_)
+            | Failed::Broken { .. } => Error::other(text),
+        };
+        Err(Unreachable { error, ended: false })
     }
 
-    /// Starts to open a connection of a lane. The receiver gets the outcome, or is disconnected after `limit`.
+    fn is_watched(&self, rank: usize, conn: &ControlConn) -> bool {
+        conn.is_unix() && self.process(rank).is_some()
+    }
+
+    fn is_stopped(&self, rank: usize) -> bool {
+        self.process(rank).is_some_and(is_stopped)
+    }
+
+    async fn is_apart(&self) -> bool {
+        !self.reaches_its_host().await
+    }
+}
+
+impl Control {
+    /// Starts to open a connection of a lane. The receiver gets the outcome, or is disconnected after `limit`. A rank
+    /// that cannot be reached for the heartbeat timeout is a failure: there may be no heartbeats between the two ranks.
     pub(in super::super) fn dial_lane(
         &self,
         dial: Dial,
         limit: Duration,
-    ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, String>> {
+    ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, Failed>> {
         let (outcome, receiver) = std::sync::mpsc::channel();
         let plane = Arc::clone(&self.plane);
         self.spawn(async move {
             let kind = if dial.purpose == Purpose::Segment { SocketKind::Unix } else { SocketKind::Tcp };
-            if let Ok(made) = tokio::time::timeout(limit, plane.dial(&dial, kind, |_| ())).await {
-                let made = made.map_err(|why| why.to_string());
-                let _ = outcome.send(made.and_then(|conn| conn.into_data().map_err(|e| e.to_string())));
-            }
+            let longest = plane.config.heartbeat_timeout;
+            let made = match tokio::time::timeout(limit.min(longest), plane.dial(&dial, kind, |_| false)).await {
+                Ok(made) => made.and_then(|conn| Ok(conn.into_data()?)),
+                Err(_) if limit <= longest => return,
+                Err(_) => Err(Failed::broken(format!("no connection for {:.1} s", longest.as_secs_f64()))),
+            };
+            let _ = outcome.send(made);
         });
         receiver
     }
@@ -232,7 +231,7 @@ impl Control {
             if let Err(error) = descriptors::provide(need, what) {
                 return done(Some(Err(error.to_string())));
             }
-            let dialled = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, SocketKind::Tcp, |_| ())).await;
+            let dialled = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, SocketKind::Tcp, |_| false)).await;
             done(dialled.ok().map(|made| {
                 made.map_err(|why| why.to_string()).and_then(|conn| conn.into_data().map_err(|e| e.to_string()))
             }));

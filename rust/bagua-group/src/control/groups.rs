@@ -1,17 +1,16 @@
-//! The groups of a rank: what the control plane finds, and what other ranks report, becomes their first cause or a departure.
+//! All groups that this rank belongs to. Turns failures and departures, seen here or reported by a peer, into the error
+//! that each group raises.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Instant;
 
 use super::super::fork::PerProcess;
+use super::super::plane::{Answer, Body, LEAVING, Notice, Presence};
 use super::super::wire::RANKS_LIMIT;
-use super::message::{Body, Message, Notice};
-use super::overlay::Presence;
-use super::plane::Plane;
-use crate::error::{Error, Source};
+use super::shared::Plane;
+use crate::error::Error;
 use crate::health::{GroupHealth, Subscription};
 use crate::wait::lock;
 
@@ -81,14 +80,16 @@ impl Plane {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
                 && !plane.has_left()
+                && let Some(health) = weak.upgrade()
             {
-                if plane.world.get().is_some_and(|world| world.id == id) {
-                    let _ = plane.failed_at.set(Instant::now());
-                }
-                if let Some(health) = weak.upgrade() {
-                    plane.report(cause, &health);
-                }
+                plane.report(cause, &health);
             }
+        });
+        let plane = Arc::downgrade(self);
+        let limit = self.config.heartbeat_timeout * LEAVING;
+        health.ask_about_peers(limit, move |rank, answered| match plane.upgrade() {
+            Some(plane) => plane.ask(rank, answered),
+            None => answered(false),
         });
         let mut groups = lock(&self.groups);
         let ranks = health.world_ranks().to_vec();
@@ -109,6 +110,14 @@ impl Plane {
             if self.presence(*rank).is_lost() {
                 let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
             }
+        }
+    }
+
+    /// Asks the coordinator why the connection to a rank broke. `answered` gets true if the rank lives.
+    fn ask(&self, rank: usize, answered: Box<dyn FnOnce(bool) + Send>) {
+        match self.handle.get() {
+            Some(handle) if !self.has_left() => handle.ask(rank, move |answer| answered(answer == Answer::Lives)),
+            _ => answered(false),
         }
     }
 
@@ -163,6 +172,12 @@ impl Plane {
         }
     }
 
+    /// The health of the world group, while the group exists.
+    pub(super) fn world_health(&self) -> Option<Arc<GroupHealth>> {
+        let id = self.world.get()?.id;
+        lock(&self.groups).known.get(&id)?.health.upgrade()
+    }
+
     /// The healths of all existing groups except one.
     fn healths_except(&self, excluded: Option<u64>) -> Vec<Arc<GroupHealth>> {
         let groups = lock(&self.groups);
@@ -188,17 +203,17 @@ impl Plane {
         self.views.notify();
     }
 
-    pub(super) fn lost(&self, rank: usize, by: usize, reason: &str, source: &Source) {
+    /// Fails the groups of a rank that is lost.
+    pub(super) fn lost(&self, rank: usize, by: usize, reason: &str) {
         self.views.notify();
         if self.has_left() {
             return;
         }
         // The world group first. Each rank does this for its own groups: the loss itself was passed on.
         let world = self.world.get().map(|world| world.id);
-        let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
-        for health in first.into_iter().chain(self.healths_except(world)) {
+        for health in self.world_health().into_iter().chain(self.healths_except(world)) {
             if let Some(member) = group_rank(health.world_ranks(), rank) {
-                let mut error = health.peer_lost(member, reason).caused_by(source);
+                let mut error = health.peer_lost(member, reason);
                 if let Error::PeerLost { noticed_by, .. } = &mut error {
                     *noticed_by = by;
                 }
@@ -228,14 +243,10 @@ impl Plane {
         self.wake_connecting();
     }
 
-    /// Handles the notice that ranks leave the world group.
-    pub(super) fn left(&self, ranks: &[usize]) {
-        self.look(|connections| {
-            let leaving = ranks.iter().filter_map(|rank| connections.peers.get(rank));
-            leaving.for_each(|peer| peer.send(&Message::LeaveAck));
-        });
+    /// Handles the notice that a rank leaves the world group.
+    pub(super) fn left(&self, rank: usize) {
         for entry in lock(&self.groups).known.values() {
-            ranks.iter().for_each(|rank| depart(entry, *rank));
+            depart(entry, rank);
         }
         self.wake_connecting();
         self.views.notify();
@@ -288,9 +299,9 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_gives_up_a_peer_no_earlier_than_its_heartbeats() {
+    fn the_kernel_gives_up_a_line_after_the_heartbeat_timeout() {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        for (heartbeat, expected) in [(5, 30), (120, 120), (1 << 32, i32::MAX as u64 / 1000)] {
+        for (heartbeat, expected) in [(5, 5), (120, 120), (1 << 32, i32::MAX as u64 / 1000)] {
             let heartbeat_timeout = Duration::from_secs(heartbeat);
             let config = Config { transport: TransportChoice::Tcp, heartbeat_timeout, ..Config::new(0, 2) };
             let plane = Plane::new(config, OwnerProcess::current(), None);

@@ -10,16 +10,14 @@ use super::super::config::Config;
 use super::super::connection::Socket;
 use super::super::handshake::Purpose;
 use crate::platform::{limit_unacknowledged, unsent};
-use crate::transport::{Transport, USER_TIMEOUT};
+use crate::transport::Transport;
 use crate::wait::lock;
 
 /// The longest that a leaving rank waits for its last bytes, however many of them the peers acknowledge meanwhile.
 const LONGEST_FLUSH: Duration = Duration::from_secs(30);
 
-/// How long a leaving rank waits for its last bytes to be acknowledged while none is, and for peers on other hosts to acknowledge that it
-/// leaves while none does: a lossy line takes long. A kernel drops what it holds for a process that has ended when more comes from the peer,
-/// a heartbeat for instance, and the rank would be taken for lost.
-pub(super) const STALLED: Duration = Duration::from_secs(1);
+/// How long a leaving rank waits for its last bytes while the peers acknowledge none: a lossy line takes long.
+const STALLED: Duration = Duration::from_secs(1);
 
 /// A connection of a lane or of messages.
 struct OpenStream {
@@ -71,8 +69,9 @@ impl OpenStreams {
             streams.push(OpenStream { group, purpose, stream: Arc::downgrade(stream) });
             connected = Some(Arc::clone(stream));
         })?;
-        // The kernel must not give up a peer before its heartbeats do.
-        if let Some(stream) = connected.filter(|_| config.heartbeat_timeout > USER_TIMEOUT) {
+        // Two ranks may have no control connection, and so no heartbeats, between them. The kernel finds a cut line as
+        // soon as heartbeats would.
+        if let Some(stream) = connected {
             limit_unacknowledged(&stream, config.heartbeat_timeout)?;
         }
         Ok(transport)

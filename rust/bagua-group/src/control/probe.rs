@@ -1,48 +1,43 @@
-//! Whether the ranks that are not connected run, asked while a group is being connected.
+//! Asks ranks that are not connected whether they run, while a group is being connected.
 //!
 //! A rank listens before it publishes its address. So if nothing listens there any more it has ended, or has given up; and if it answers
 //! nothing for the heartbeat timeout, it is frozen or cut off. A rank that is still connecting to others answers, by its control thread.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use tokio::net::TcpStream;
 
 use super::super::connection::ControlConn;
 use super::super::handshake::{self, Failed, Purpose, Refusal};
+use super::super::plane::no_heartbeat;
 use super::dial::Dial;
-use super::plane::{Loss, Plane, no_heartbeat};
-use super::session;
-use super::thread::Control;
-use crate::error::Source;
+use super::shared::Plane;
+use crate::platform::is_stopped;
 use crate::wait::lock;
 
 /// The most ranks that are asked at a time.
 const AT_A_TIME: usize = 8;
 
-/// What a probe shows.
-pub(super) enum Verdict {
-    /// It runs, or the next probe will show more.
+/// The longest time between two looks for ranks that are not connected.
+const LONGEST: Duration = Duration::from_secs(1);
+
+/// The result of a probe.
+enum Verdict {
+    /// The rank runs, or the next probe will show more.
     Runs,
-    Lost(String, Source, Loss),
+    /// The rank is lost: why, and true if its process is known to have ended.
+    Lost(String, bool),
 }
 
-impl Control {
-    /// Starts sending heartbeats, detecting silent peers and, until `deadline`, asking the peers that are not connected whether they run.
-    /// Called once, when the world is known.
-    pub(in super::super) fn watch(&self, deadline: Instant) {
-        self.spawn(session::heartbeat(Arc::clone(&self.plane)));
-        self.spawn(run(Arc::clone(&self.plane), deadline));
-    }
-}
-
-/// Asks the ranks that are not connected, the lowest first, whenever none has connected for the time between two heartbeats.
-async fn run(plane: Arc<Plane>, deadline: Instant) {
+/// Asks the ranks that are not connected, the lowest first, if none has connected for the time between two heartbeats.
+pub(super) async fn ask_missing(plane: Arc<Plane>) {
+    let period = (plane.config.heartbeat_timeout / 5).min(LONGEST);
     let (mut seen, mut first) = (usize::MAX, 0);
-    while Instant::now() < deadline && !plane.has_left() {
-        tokio::time::sleep(session::period(&plane)).await;
-        let missing = plane.awaited();
-        if missing.is_empty() {
+    while !plane.has_left() {
+        tokio::time::sleep(period).await;
+        let missing = plane.unlinked();
+        if plane.complete().is_some() {
             return;
         }
         if std::mem::replace(&mut seen, missing.len()) != missing.len() {
@@ -53,32 +48,28 @@ async fn run(plane: Arc<Plane>, deadline: Instant) {
         let probes: Vec<_> =
             asked.into_iter().map(|rank| (rank, tokio::spawn(probe(Arc::clone(&plane), rank)))).collect();
         for (rank, probe) in probes {
-            if let Ok(Verdict::Lost(reason, source, loss)) = probe.await {
-                // It may have given up because of that.
+            if let (Ok(Verdict::Lost(reason, ended)), Some(handle)) = (probe.await, plane.handle.get()) {
+                // A refused connection may be why the rank gave up.
                 let refusal = lock(&plane.connecting).refusal();
-                plane.peer_lost(rank, &(reason + &refusal), &source, loss);
+                handle.lost(rank, reason + &refusal, ended);
             }
         }
     }
 }
 
 /// Asks one rank.
-pub(super) async fn probe(plane: Arc<Plane>, rank: usize) -> Verdict {
+async fn probe(plane: Arc<Plane>, rank: usize) -> Verdict {
     let limit = plane.config.heartbeat_timeout;
     let Ok(answer) = tokio::time::timeout(limit, ask(&plane, rank)).await else {
-        return if plane.runs_here(rank) {
-            Verdict::Runs
-        } else {
-            Verdict::Lost(no_heartbeat(limit), Source::default(), Loss::Silent)
-        };
+        let runs_here = plane.process(rank).is_some_and(|process| !is_stopped(process));
+        return if runs_here { Verdict::Runs } else { Verdict::Lost(no_heartbeat(limit), false) };
     };
     match answer {
         Err(why) if why.no_listener() => {
-            let text = format!("its process died or gave up before it was connected ({why})");
-            Verdict::Lost(text, why.source(), Loss::Ended)
+            Verdict::Lost(format!("its process died or gave up before it was connected ({why})"), true)
         }
         Err(Failed::Refused(why)) if why != Refusal::Busy => {
-            Verdict::Lost(format!("another process listens at its address ({why})"), Source::default(), Loss::Ended)
+            Verdict::Lost(format!("another process listens at its address ({why})"), true)
         }
         // A table that is full, a line that broke, and TLS on one side only, which the rank that connects reports.
         Ok(()) | Err(Failed::Refused(_) | Failed::Broken { .. } | Failed::Tls(_)) => Verdict::Runs,

@@ -1,16 +1,23 @@
 //! The control thread: starting it, running tasks on it, leaving and ending it.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
+use super::super::address::Address;
+use super::super::connection::ControlConn;
 use super::super::fork::OwnerProcess;
+use super::super::plane::{Handle, LEAVING, Rank};
 use super::super::serve::serve;
 use super::accept::Listeners;
-use super::plane::{LINGER, LONGEST_FAREWELL, Plane};
+use super::probe::ask_missing;
+use super::shared::Plane;
+use super::world::World;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -26,17 +33,17 @@ pub(in super::super) struct Control {
 struct Thread {
     /// Starts tasks on the thread.
     handle: tokio::runtime::Handle,
-    /// Ends the thread, which leaves after this time, or when it is sent again.
-    stop: mpsc::UnboundedSender<Duration>,
+    /// Leaves the group and ends the thread.
+    stop: mpsc::UnboundedSender<()>,
+    /// Returns when this rank has left. `None` before the world is known.
+    rank: Arc<Mutex<Option<JoinHandle<bool>>>>,
     /// `None` from the first call of [`Control::begin_leave`] on.
     end: Mutex<Option<ThreadEnd>>,
     id: std::thread::ThreadId,
 }
 
-/// What it takes to wait for the thread's end.
+/// Waits for the thread's end.
 struct ThreadEnd {
-    /// As that of [`Thread`].
-    stop: mpsc::UnboundedSender<Duration>,
     /// Disconnected when the thread has ended.
     done: Receiver<()>,
     join: std::thread::JoinHandle<()>,
@@ -47,7 +54,7 @@ pub(in super::super) struct Leaving {
     /// `None` only while it is dropped.
     end: Option<ThreadEnd>,
     owner: OwnerProcess,
-    /// It needs less, or is detached.
+    /// The thread is detached after this time.
     limit: Duration,
 }
 
@@ -59,8 +66,7 @@ impl Drop for Leaving {
             std::mem::forget(end);
             return;
         }
-        let ThreadEnd { stop, done, join } = end;
-        let _ = stop.send(Duration::ZERO);
+        let ThreadEnd { done, join } = end;
         if done.recv_timeout(self.limit) == Err(RecvTimeoutError::Disconnected) {
             let _ = join.join();
         }
@@ -83,13 +89,17 @@ impl Control {
         let handle = runtime.handle().clone();
         let (stop, mut stopped) = mpsc::unbounded_channel();
         let (alive, done) = std::sync::mpsc::channel::<()>();
-        let shared = Arc::clone(&plane);
+        let rank: Arc<Mutex<Option<JoinHandle<bool>>>> = Arc::default();
+        let (shared, task) = (Arc::clone(&plane), Arc::clone(&rank));
         let body = move || {
             runtime.block_on(async {
                 let left = async {
-                    let after = stopped.recv().await.unwrap_or_default();
-                    let _ = tokio::time::timeout(after, stopped.recv()).await;
-                    shared.announce_leave().await;
+                    let _ = stopped.recv().await;
+                    let running = lock(&task).take();
+                    if let (Some(handle), Some(running)) = (shared.handle.get(), running) {
+                        handle.leave(shared.moved.load(Ordering::Acquire));
+                        let _ = running.await;
+                    }
                 };
                 serve(&shared, listeners.sockets, &shared.admission, left).await;
             });
@@ -103,8 +113,8 @@ impl Control {
             .spawn(body)
             .map_err(|e| Error::system("starting the control thread", e))?;
         let id = join.thread().id();
-        let end = ThreadEnd { stop: stop.clone(), done, join };
-        let thread = Thread { handle, stop, end: Mutex::new(Some(end)), id };
+        let end = ThreadEnd { done, join };
+        let thread = Thread { handle, stop, rank, end: Mutex::new(Some(end)), id };
         Ok(Control { plane, thread: Some(thread), left: AtomicBool::new(false) })
     }
 
@@ -115,36 +125,49 @@ impl Control {
         }
     }
 
-    /// Opens the skips of a view after this time, within a second.
-    pub(in super::super) fn connect_skips(&self, after: Duration) {
-        let plane = Arc::clone(&self.plane);
-        self.spawn(async move {
-            tokio::time::sleep(after).await;
-            plane.connect_skips();
-        });
+    /// Sets the world, connects to the other ranks, and answers their handshakes. Returns at once.
+    pub(in super::super) fn enter(&self, world: World) {
+        let plane = &self.plane;
+        let world = plane.world.get_or_init(|| world);
+        if let Some(thread) = &self.thread {
+            let mut numbers = HashMap::new();
+            let number = |address: &Address| {
+                let next = numbers.len();
+                *numbers.entry(address.host_id.clone()).or_insert(next)
+            };
+            let hosts = world.addresses.iter().map(number).collect();
+            let (config, events) = (&plane.config, Arc::clone(plane));
+            let on_event = move |event| events.handle_event(event);
+            let (rank, handle): (Rank<Plane>, Handle<ControlConn>) =
+                Rank::new(config.rank, hosts, config.heartbeat_timeout, Arc::clone(plane), on_event);
+            plane.handle.get_or_init(|| handle);
+            *lock(&thread.rank) = Some(thread.handle.spawn(rank.run()));
+            self.spawn(ask_missing(Arc::clone(plane)));
+        }
+        plane.world_known.send_replace(true);
     }
 
     /// Leaves the group, closes all connections and ends the thread. Idempotent; does nothing in a forked child.
     pub(in super::super) fn leave(&self, reason: &str) {
-        drop(self.begin_leave(reason, Duration::ZERO));
+        drop(self.begin_leave(reason));
     }
 
-    /// As [`Control::leave`], but the thread leaves after this time, or when it is waited for, and ends while the caller goes on.
-    pub(in super::super) fn begin_leave(&self, reason: &str, after: Duration) -> Option<Leaving> {
+    /// Leaves like [`Control::leave`], but the thread ends while the caller goes on.
+    pub(in super::super) fn begin_leave(&self, reason: &str) -> Option<Leaving> {
         let owner = self.plane.owner;
         if !owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
             return None;
         }
         self.plane.abort_waits(reason);
         let thread = self.thread.as_ref()?;
-        let _ = thread.stop.send(after);
+        let _ = thread.stop.send(());
         let end = lock(&thread.end).take()?;
         if std::thread::current().id() == thread.id {
             // The thread cannot join itself; it ends when it returns to its event loop.
             return None;
         }
-        // The thread ends soon after LINGER, when others have raised. After ten times that long, and what a long line takes, it is detached.
-        let limit = self.plane.others_raise() + LINGER * 10 + LONGEST_FAREWELL;
+        // The task leaves within LEAVING timeouts. The thread may have to wait for a processor.
+        let limit = self.plane.config.heartbeat_timeout * (LEAVING + 1);
         Some(Leaving { end: Some(end), owner, limit })
     }
 }

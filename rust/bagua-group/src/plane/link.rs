@@ -30,10 +30,14 @@ pub(super) struct Link {
     pub(super) id: u64,
     /// Frames for the writing task.
     outbox: mpsc::UnboundedSender<Vec<u8>>,
+    /// See [`Network::is_watched`](super::rank::Network::is_watched).
+    pub(super) is_watched: bool,
     /// The reading task, if it must not outlive the link.
     reader: Option<AbortHandle>,
     /// When the last message came, or later: time in which this process did not run is no silence of the peer.
     pub(super) heard: Instant,
+    /// Set if the peer has left and closes the link. True if it may live on in another view.
+    pub(super) farewell: Option<bool>,
     /// The peer has said that it takes its notices from this link.
     pub(super) is_attached: bool,
     /// The ranks below the peer that are apart, once the peer and all ranks below it are connected.
@@ -46,15 +50,17 @@ impl Link {
     /// Opens a link on a stream. `read` gets every message, and then the end.
     pub(super) fn open<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
         id: u64,
+        is_watched: bool,
         stream: S,
         tasks: &mut JoinSet<()>,
         read: impl Fn(Result<Message, End>) + Send + 'static,
     ) -> Link {
         let (outbox, frames) = mpsc::unbounded_channel();
         let (reader, writer) = tokio::io::split(stream);
-        let reader = tasks.spawn(read_all(reader, read));
+        let reader = tasks.spawn(read_all(reader, is_watched, read));
         tasks.spawn(write_all(writer, frames));
-        Link { id, outbox, reader: Some(reader), heard: Instant::now(), is_attached: false, ready: None, seen: (0, 0) }
+        let (reader, heard) = (Some(reader), Instant::now());
+        Link { id, is_watched, outbox, reader, heard, farewell: None, is_attached: false, ready: None, seen: (0, 0) }
     }
 
     /// Queues a message. Does nothing if the link has ended; the reading task reports that.
@@ -82,7 +88,7 @@ impl Drop for Link {
     }
 }
 
-async fn read_all<S: AsyncRead>(reader: ReadHalf<S>, read: impl Fn(Result<Message, End>)) {
+async fn read_all<S: AsyncRead>(reader: ReadHalf<S>, is_on_host: bool, read: impl Fn(Result<Message, End>)) {
     let mut reader = BufReader::with_capacity(READ, reader);
     let end = loop {
         match read_frame(&mut reader, FRAME_LIMIT).await.map(|body| Message::parse(&body)) {
@@ -98,7 +104,8 @@ async fn read_all<S: AsyncRead>(reader: ReadHalf<S>, read: impl Fn(Result<Messag
                     kind => {
                         let is_end = kind == std::io::ErrorKind::UnexpectedEof;
                         let detail = if is_end { "end of stream".to_owned() } else { error.to_string() };
-                        let reason = format!("its process died or its connection broke ({detail})");
+                        let place = if is_on_host { " on this host" } else { "" };
+                        let reason = format!("its process died{place} or its connection broke ({detail})");
                         End { reason, is_broken: true }
                     }
                 };

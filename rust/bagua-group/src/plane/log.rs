@@ -8,7 +8,7 @@ use super::message::Notice;
 
 /// State of a rank, as another rank knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Presence {
+pub(in super::super) enum Presence {
     /// The rank takes part.
     Present,
     /// The rank has left the group.
@@ -20,6 +20,13 @@ pub(super) enum Presence {
     /// The rank is lost, but its process may live on: it is frozen, cut off, or sends messages that cannot be
     /// understood.
     Silent,
+}
+
+impl Presence {
+    /// True if the rank is lost, and has not left.
+    pub(in super::super) fn is_lost(self) -> bool {
+        matches!(self, Presence::Ended | Presence::Silent)
+    }
 }
 
 /// Distinguishes notices. Of notices with the same key only the first counts.

@@ -25,7 +25,8 @@
 //!    its own link says otherwise: if the coordinator still sends heartbeats, the rank that cannot reach it is the lost
 //!    one, unless more than half of the ranks cannot.
 //! 5. **Leaving.** A rank sends `Left` and stays until the coordinator acknowledges that every other rank has that
-//!    notice. Twice the heartbeat timeout is the only limit. The coordinator itself leaves when all others have its `Left`
+//!    notice. Then it sends `Farewell` on each link and closes it, so that a peer for which the notice is still on its
+//!    way does not take the rank for lost. Twice the heartbeat timeout is the only limit. The coordinator itself leaves when all others have its `Left`
 //!    and no rank waits for an acknowledgement.
 //! 6. **Cause.** A rank whose data connection to another broke asks the coordinator why ([`rank::Handle::ask`]). The
 //!    coordinator sends that rank a `Ping` and waits for its `Pong`. Either it comes, after everything the rank had to
@@ -52,5 +53,11 @@ mod log;
 mod message;
 mod rank;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod tree;
+
+pub(super) use log::Presence;
+pub(super) use message::{Body, Notice};
+#[cfg(test)]
+pub(super) use message::{Message, NOTICES, Question, Routed};
+pub(super) use rank::{Answer, Event, Handle, LEAVING, Network, Rank, Status, Unreachable, no_heartbeat};

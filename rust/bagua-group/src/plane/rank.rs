@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
@@ -14,6 +14,7 @@ use super::link::{End, Link};
 use super::log::{Key, Log, Presence};
 use super::message::{Body, Message, Notice, Question, Routed};
 use super::tree::Tree;
+use crate::error::Error;
 use crate::wait::lock;
 
 /// How many heartbeats a rank sends within the heartbeat timeout.
@@ -25,24 +26,38 @@ const LONGEST_BEAT: Duration = Duration::from_secs(1);
 
 /// The longest that a rank waits until it may leave, in heartbeat timeouts. Its coordinator may be frozen: the ranks
 /// find that in one, and the next coordinator lets this rank leave.
-const LEAVING: u32 = 2;
+pub(in super::super) const LEAVING: u32 = 2;
 
 /// How many heartbeats a rank waits for other reports before it decides that its parent lives and the rank that reports
 /// it does not.
 const DOUBT: u32 = 2;
 
+/// Why a lower rank cannot be connected to.
+#[derive(Clone, Debug, PartialEq)]
+pub(in super::super) struct Unreachable {
+    /// The error for the user.
+    pub(in super::super) error: Error,
+    /// True if the rank's process is known to have ended.
+    pub(in super::super) ended: bool,
+}
+
 /// The connections that the plane asks for.
-pub(super) trait Network: Send + Sync + 'static {
+pub(in super::super) trait Network: Send + Sync + 'static {
     /// An authenticated connection.
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
     /// Connects to a lower rank. Retries until it succeeds or cannot; the caller limits the time.
-    fn dial(&self, to: usize) -> impl Future<Output = Result<Self::Stream, String>> + Send;
+    fn dial(&self, to: usize) -> impl Future<Output = Result<Self::Stream, Unreachable>> + Send;
 
-    /// If this process can see the process of a rank, because both are on one host: true if it is stopped. `None`
-    /// otherwise.
-    fn is_stopped(&self, _rank: usize) -> Option<bool> {
-        None
+    /// True if both ends of this connection to a rank look whether the other's process is stopped, instead of sending
+    /// heartbeats: both are on one host, and each can see the other's process.
+    fn is_watched(&self, _rank: usize, _stream: &Self::Stream) -> bool {
+        false
+    }
+
+    /// True if the process of a watched rank is stopped.
+    fn is_stopped(&self, _rank: usize) -> bool {
+        false
     }
 
     /// True if this rank cannot use the Unix sockets of its host.
@@ -53,55 +68,61 @@ pub(super) trait Network: Send + Sync + 'static {
 
 /// A report of the plane to its owner.
 #[derive(Debug, PartialEq)]
-pub(super) enum Event {
+pub(in super::super) enum Event {
     /// All ranks are connected. The ranks that cannot use the Unix sockets of their host.
     Complete(Vec<usize>),
     /// All ranks are told this, or will be before they learn of the end of this rank.
     Notice(Notice),
     /// A message for this rank, and its sender.
     Deliver(usize, Body),
-    /// A lower rank refuses the connection, or cannot be connected to.
-    Unreachable(usize, String),
+    /// A lower rank refuses the connection while the ranks join.
+    Unreachable(usize, Error),
 }
 
 /// The coordinator's answer to [`Handle::ask`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(in super::super) enum Answer {
     /// The rank is lost or has left. The event that says so came before.
     IsGone,
     /// The rank lives, and everything it had to say has come.
     Lives,
+    /// This rank has left, or leaves, and gets no answer any more.
+    Unknown,
 }
 
 /// The state that other threads may read at any time.
 #[derive(Debug, Default)]
-pub(super) struct Status {
+pub(in super::super) struct Status {
     /// By rank.
-    pub(super) presence: Vec<Presence>,
+    pub(in super::super) presence: Vec<Presence>,
     /// The ranks with an open link.
-    pub(super) links: BTreeSet<usize>,
+    pub(in super::super) links: BTreeSet<usize>,
     /// The ranks that should have a link to this one, or be ready, and are not.
-    pub(super) awaited: BTreeSet<usize>,
+    pub(in super::super) awaited: BTreeSet<usize>,
     /// The ranks that cannot use the Unix sockets of their host, once all ranks are connected.
-    pub(super) complete: Option<Vec<usize>>,
+    pub(in super::super) complete: Option<Vec<usize>>,
     /// A rank that goes on without this one.
-    pub(super) excluded_by: Option<usize>,
+    pub(in super::super) excluded_by: Option<usize>,
 }
+
+/// Function that gets the answer to a question, always once.
+type Answered = Box<dyn FnOnce(Answer) + Send>;
 
 /// A command to the task, or an event of one of its links.
 enum Input<S> {
     Linked { rank: usize, stream: S },
-    DialFailed { rank: usize, reason: String },
+    DialFailed { rank: usize, why: Unreachable },
     Apart(bool),
     Read { rank: usize, link: u64, message: Result<Message, End> },
+    Lost { rank: usize, reason: String, ended: bool },
     Tell(Notice),
     Send { to: Vec<usize>, body: Body },
-    Ask { about: usize, answer: oneshot::Sender<Answer> },
+    Ask { about: usize, answered: Answered },
     Leave { moved: bool },
 }
 
 /// Commands to the task of a rank. No call blocks.
-pub(super) struct Handle<S> {
+pub(in super::super) struct Handle<S> {
     inputs: mpsc::UnboundedSender<Input<S>>,
     status: Arc<Mutex<Status>>,
 }
@@ -119,42 +140,48 @@ impl<S> Handle<S> {
     }
 
     /// A higher rank has connected.
-    pub(super) fn accepted(&self, rank: usize, stream: S) {
+    pub(in super::super) fn accepted(&self, rank: usize, stream: S) {
         self.input(Input::Linked { rank, stream });
     }
 
+    /// This rank finds that another one is lost, which it is not connected to.
+    pub(in super::super) fn lost(&self, rank: usize, reason: String, ended: bool) {
+        self.input(Input::Lost { rank, reason, ended });
+    }
+
     /// Tells all ranks.
-    pub(super) fn tell(&self, notice: Notice) {
+    pub(in super::super) fn tell(&self, notice: Notice) {
         self.input(Input::Tell(notice));
     }
 
     /// Sends a message to some ranks.
-    pub(super) fn send(&self, to: Vec<usize>, body: Body) {
+    pub(in super::super) fn send(&self, to: Vec<usize>, body: Body) {
         self.input(Input::Send { to, body });
     }
 
-    /// Asks the coordinator why the connection to a rank broke. The answer comes within the heartbeat timeout of the
-    /// ranks that are asked. The receiver is disconnected if this rank leaves first.
-    pub(super) fn ask(&self, about: usize) -> oneshot::Receiver<Answer> {
-        let (answer, receiver) = oneshot::channel();
-        self.input(Input::Ask { about, answer });
-        receiver
+    /// Asks the coordinator why the connection to a rank broke. `answered` is called within the heartbeat timeout of the
+    /// ranks that are asked, by the task or by this function.
+    pub(in super::super) fn ask(&self, about: usize, answered: impl FnOnce(Answer) + Send + 'static) {
+        let input = Input::Ask { about, answered: Box::new(answered) };
+        if let Err(mpsc::error::SendError(Input::Ask { answered, .. })) = self.inputs.send(input) {
+            answered(Answer::Unknown);
+        }
     }
 
     /// Leaves. `moved`: this rank does not use the group, and may live on in another view. [`Rank::run`] returns when
     /// all ranks know.
-    pub(super) fn leave(&self, moved: bool) {
+    pub(in super::super) fn leave(&self, moved: bool) {
         self.input(Input::Leave { moved });
     }
 
     /// Returns the state that is known now.
-    pub(super) fn status<T>(&self, look: impl FnOnce(&Status) -> T) -> T {
+    pub(in super::super) fn status<T>(&self, look: impl FnOnce(&Status) -> T) -> T {
         look(&lock(&self.status))
     }
 }
 
 /// See the module.
-pub(super) struct Rank<N: Network> {
+pub(in super::super) struct Rank<N: Network> {
     me: usize,
     /// The number of each rank's host.
     hosts: Vec<usize>,
@@ -172,9 +199,9 @@ pub(super) struct Rank<N: Network> {
     /// Number of links opened so far.
     opened: u64,
     log: Log,
-    /// Lower ranks that this rank cannot reach, until all ranks are told whether they are lost. How, and true if their
-    /// process ended.
-    suspects: BTreeMap<usize, (String, bool)>,
+    /// Lower ranks that this rank cannot reach any more, until all ranks are told what became of them: what this rank
+    /// tells the next parent.
+    suspects: BTreeMap<usize, Notice>,
     /// Tree of the ranks that are present and not suspected.
     tree: Tree,
     /// The parent that has this rank's `Attach`.
@@ -196,8 +223,8 @@ pub(super) struct Rank<N: Network> {
     number: u64,
     /// On other ranks: the coordinator and the number of the last notice.
     last: (usize, u64),
-    /// The rank that the last notice came from, and the last `Seen` that was sent there.
-    confirmed: (usize, (usize, u64)),
+    /// By the rank that notices came from: the last `Seen` that was sent there.
+    confirmed: BTreeMap<usize, (usize, u64)>,
     /// On the coordinator: the ranks that leave, and which notice all others have to have before.
     leavers: Vec<(usize, u64)>,
     /// Set when this rank leaves.
@@ -207,11 +234,13 @@ pub(super) struct Rank<N: Network> {
     /// Questions of this rank and of ranks below it that are not answered yet.
     questions: Vec<Question>,
     /// This rank's own.
-    asked: BTreeMap<u64, (usize, oneshot::Sender<Answer>)>,
+    asked: BTreeMap<u64, (usize, Answered)>,
     /// Number of questions so far.
     tickets: u64,
     /// Since when children have no link.
     unlinked: BTreeMap<usize, Instant>,
+    /// Higher ranks whose links ended while another rank was their parent: how, and true if their process ended.
+    broken: BTreeMap<usize, (String, bool)>,
     /// Something has happened since the last call of [`Rank::settle`].
     is_changed: bool,
     /// When this task last looked for silent peers.
@@ -220,7 +249,7 @@ pub(super) struct Rank<N: Network> {
 
 impl<N: Network> Rank<N> {
     /// Rank `me` of the world of `hosts.len()` ranks. `on_event` is called by the task.
-    pub(super) fn new(
+    pub(in super::super) fn new(
         me: usize,
         hosts: Vec<usize>,
         timeout: Duration,
@@ -255,7 +284,7 @@ impl<N: Network> Rank<N> {
             complete: None,
             number: 1,
             last: (0, 0),
-            confirmed: (me, (0, 0)),
+            confirmed: BTreeMap::new(),
             leavers: Vec::new(),
             leaving: None,
             is_acknowledged: false,
@@ -263,6 +292,7 @@ impl<N: Network> Rank<N> {
             asked: BTreeMap::new(),
             tickets: 0,
             unlinked: BTreeMap::new(),
+            broken: BTreeMap::new(),
             is_changed: true,
             looked: Instant::now(),
             hosts,
@@ -271,7 +301,7 @@ impl<N: Network> Rank<N> {
     }
 
     /// Runs until this rank has left. Returns true if all other ranks know that.
-    pub(super) async fn run(mut self) -> bool {
+    pub(in super::super) async fn run(mut self) -> bool {
         let (network, handle) = (Arc::clone(&self.network), self.handle.clone());
         self.tasks.spawn(async move { handle.input(Input::Apart(network.is_apart().await)) });
         self.tree = self.tree_now();
@@ -303,8 +333,11 @@ impl<N: Network> Rank<N> {
 
     /// Closes all links when the peers have read what this rank has sent.
     async fn close(&mut self, limit: Instant) {
-        std::mem::take(&mut self.links).into_values().for_each(Link::finish);
-        self.asked.clear();
+        for link in std::mem::take(&mut self.links).into_values() {
+            link.send(&Message::Farewell { moved: self.leaving.unwrap_or_default() });
+            link.finish();
+        }
+        std::mem::take(&mut self.asked).into_values().for_each(|(_, answered)| answered(Answer::Unknown));
         let _ = timeout_at(limit, async { while self.tasks.join_next().await.is_some() {} }).await;
     }
 
@@ -329,12 +362,21 @@ impl<N: Network> Rank<N> {
         self.is_changed |= !matches!(input, Input::Read { message: Ok(Message::Heartbeat), .. });
         match input {
             Input::Linked { rank, stream } => self.linked(rank, stream),
-            Input::DialFailed { rank, reason } => {
+            Input::DialFailed { rank, why: Unreachable { error, ended } } => {
                 self.dialling.remove(&rank);
-                if self.complete.is_some() {
-                    self.suspect(rank, reason, false);
+                if ended || self.complete.is_some() {
+                    self.suspect(rank, error.to_string(), ended);
                 } else {
-                    (self.on_event)(Event::Unreachable(rank, reason));
+                    (self.on_event)(Event::Unreachable(rank, error));
+                }
+            }
+            Input::Lost { rank, reason, ended } => {
+                if self.links.contains_key(&rank) {
+                    // It has connected since.
+                } else if rank < self.me {
+                    self.suspect(rank, reason, ended);
+                } else if self.log.is_present(rank) {
+                    self.lose(rank, reason, ended);
                 }
             }
             Input::Apart(apart) => self.apart = Some(apart),
@@ -348,7 +390,7 @@ impl<N: Network> Rank<N> {
             }
             Input::Tell(notice) => self.tell(self.me, notice),
             Input::Send { to, body } => self.route(Routed { from: self.me, to, body }),
-            Input::Ask { about, answer } => self.ask(about, answer),
+            Input::Ask { about, answered } => self.ask(about, answered),
             Input::Leave { moved } => {
                 self.leaving = Some(moved);
                 self.tell(self.me, Notice::Left { rank: self.me, moved });
@@ -360,7 +402,8 @@ impl<N: Network> Rank<N> {
         self.dialling.remove(&rank);
         self.opened += 1;
         let (id, inputs) = (self.opened, self.handle.inputs.clone());
-        let link = Link::open(id, stream, &mut self.tasks, move |message| {
+        let is_watched = self.network.is_watched(rank, &stream);
+        let link = Link::open(id, is_watched, stream, &mut self.tasks, move |message| {
             let _ = inputs.send(Input::Read { rank, link: id, message });
         });
         if matches!(self.log.presence()[rank], Presence::Ended | Presence::Silent) {
@@ -370,6 +413,7 @@ impl<N: Network> Rank<N> {
         link.send(&Message::Heartbeat);
         self.links.insert(rank, link);
         self.unlinked.remove(&rank);
+        self.broken.remove(&rank);
         if self.parent() == Some(rank) {
             self.attach();
         }
@@ -385,32 +429,53 @@ impl<N: Network> Rank<N> {
     }
 
     fn ended(&mut self, rank: usize, end: &End) {
-        self.links.remove(&rank);
+        let farewell = self.links.remove(&rank).and_then(|link| link.farewell);
         self.leavers.retain(|(leaver, _)| *leaver != rank);
         if !self.log.is_present(rank) {
+            return;
+        }
+        if let Some(moved) = farewell {
+            // It left in order, and this rank has not got that notice yet.
+            let notice = Notice::Left { rank, moved };
+            if rank > self.me {
+                self.tell(self.me, notice);
+            } else if !self.is_known_as_gone(rank) {
+                self.suspects.insert(rank, notice);
+                self.rewire();
+            }
             return;
         }
         // The others close their links to a rank that they go on without.
         let ended = end.is_broken && !self.is_excluded();
         if rank < self.me {
             self.suspect(rank, end.reason.clone(), ended);
-        } else if self.tree.parents(rank)[0] == Some(self.me) && !self.against.contains_key(&rank) {
+        } else if self.against.contains_key(&rank) {
+            // This rank turned away from this one.
+        } else if self.tree.parents(rank)[0] == Some(self.me) {
             self.lose(rank, end.reason.clone(), ended);
+        } else {
+            // Its parent finds that, too. If the parent dies before, this rank may become the parent.
+            self.broken.insert(rank, (end.reason.clone(), ended));
         }
     }
 
     /// This rank cannot reach a lower one any more.
     fn suspect(&mut self, rank: usize, reason: String, ended: bool) {
-        if !self.log.is_present(rank) || self.suspects.contains_key(&rank) || self.is_excluded() {
+        let notice = Notice::Lost { rank, by: self.me, ended, reason };
+        if self.is_known_as_gone(rank) {
             return;
         }
         if let Some(link) = self.links.get(&rank) {
             // If it lives, it learns that this rank turned away from it.
-            let notice = Notice::Lost { rank, by: self.me, ended, reason: reason.clone() };
-            link.send(&Message::Notices { of: self.me, number: 0, notices: vec![notice] });
+            link.send(&Message::Notices { of: self.me, number: 0, notices: vec![notice.clone()] });
         }
-        self.suspects.insert(rank, (reason, ended));
+        self.suspects.insert(rank, notice);
         self.rewire();
+    }
+
+    /// True if the tree does not have this rank any more, or this rank itself is gone for the others.
+    fn is_known_as_gone(&self, rank: usize) -> bool {
+        !self.log.is_present(rank) || self.suspects.contains_key(&rank) || self.is_excluded()
     }
 
     /// This rank, the parent of another, finds that the other is lost.
@@ -437,13 +502,16 @@ impl<N: Network> Rank<N> {
                 self.tasks.spawn(async move {
                     let dial = network.dial(rank);
                     let made = if is_limited {
-                        timeout(limit, dial).await.unwrap_or_else(|_| Err("it does not answer".to_owned()))
+                        timeout(limit, dial).await.unwrap_or_else(|_| {
+                            let error = Error::other(format!("no connection to it for {:.1} s", limit.as_secs_f64()));
+                            Err(Unreachable { error, ended: false })
+                        })
                     } else {
                         dial.await
                     };
                     handle.input(match made {
                         Ok(stream) => Input::Linked { rank, stream },
-                        Err(reason) => Input::DialFailed { rank, reason },
+                        Err(why) => Input::DialFailed { rank, why },
                     });
                 });
             }
@@ -452,15 +520,25 @@ impl<N: Network> Rank<N> {
             self.attach();
         }
         self.route_held();
+        self.lose_broken();
+    }
+
+    /// Reports the ranks whose links ended before this rank became their parent.
+    fn lose_broken(&mut self) {
+        self.broken.retain(|rank, _| self.log.is_present(*rank));
+        let is_child = |rank: usize| self.tree.parents(rank)[0] == Some(self.me);
+        let (children, others) = std::mem::take(&mut self.broken).into_iter().partition(|(rank, _)| is_child(*rank));
+        self.broken = others;
+        let children: BTreeMap<usize, (String, bool)> = children;
+        for (rank, (reason, ended)) in children {
+            self.lose(rank, reason, ended);
+        }
     }
 
     /// Turns to the parent, or becomes the coordinator.
     fn attach(&mut self) {
-        let own_losses = self.suspects.iter().map(|(rank, (reason, ended))| {
-            let (rank, reason) = (*rank, reason.clone());
-            Notice::Lost { rank, by: self.me, ended: *ended, reason }
-        });
-        let own = own_losses.chain(self.leaving.map(|moved| Notice::Left { rank: self.me, moved }));
+        let own =
+            self.suspects.values().cloned().chain(self.leaving.map(|moved| Notice::Left { rank: self.me, moved }));
         let mut told: Vec<Notice> = own.collect();
         told.append(&mut self.unsettled);
         told.extend(std::mem::take(&mut self.doubts).into_iter().map(|(_, _, notice)| notice));
@@ -502,14 +580,12 @@ impl<N: Network> Rank<N> {
         }
     }
 
-    /// Sends a message to all children that have a link.
+    /// Sends a message to all ranks that take their notices from this one. A child that has not sent `Attach` yet may
+    /// lack notices of its parent before, and gets all of them when it does.
     fn send_down(&self, message: &Message) {
         let frame = message.frame();
-        for (rank, link) in self.links.range(self.me + 1..) {
-            if link.is_attached || self.tree.parents(*rank)[0] == Some(self.me) {
-                link.send_frame(frame.clone());
-            }
-        }
+        let attached = self.links.range(self.me + 1..).filter(|(_, link)| link.is_attached);
+        attached.for_each(|(_, link)| link.send_frame(frame.clone()));
     }
 
     fn read(&mut self, from: usize, message: Message) {
@@ -540,6 +616,11 @@ impl<N: Network> Rank<N> {
             }
             Message::Routed(routed) => self.route(routed),
             Message::Ask(question) => self.asked_by_child(question),
+            Message::Farewell { moved } => {
+                if let Some(link) = self.links.get_mut(&from) {
+                    link.farewell = Some(moved);
+                }
+            }
         }
     }
 
@@ -640,9 +721,7 @@ impl<N: Network> Rank<N> {
             }
         }
         self.last = self.last.max((of, number));
-        if self.confirmed.0 != from {
-            self.confirmed = (from, (0, 0));
-        }
+        self.confirmed.entry(from).or_insert((0, 0));
     }
 
     /// Does what follows from a notice that is new on this rank.
@@ -673,10 +752,8 @@ impl<N: Network> Rank<N> {
         self.questions.retain(|question| question.about != gone && question.from != gone);
         let (answered, asked) = std::mem::take(&mut self.asked).into_iter().partition(|(_, (about, _))| *about == gone);
         self.asked = asked;
-        let answered: BTreeMap<u64, (usize, oneshot::Sender<Answer>)> = answered;
-        for (_, (_, answer)) in answered {
-            let _ = answer.send(Answer::IsGone);
-        }
+        let answered: BTreeMap<u64, (usize, Answered)> = answered;
+        answered.into_values().for_each(|(_, answered)| answered(Answer::IsGone));
         if !self.tree.remove_leaf(gone) {
             self.rewire();
         }
@@ -753,20 +830,19 @@ impl<N: Network> Rank<N> {
                 }
             }
             Body::Lives(question) => {
-                if let Some((_, answer)) = self.asked.remove(&question.ticket) {
-                    let _ = answer.send(Answer::Lives);
+                if let Some((_, answered)) = self.asked.remove(&question.ticket) {
+                    answered(Answer::Lives);
                 }
             }
         }
     }
 
-    fn ask(&mut self, about: usize, answer: oneshot::Sender<Answer>) {
+    fn ask(&mut self, about: usize, answered: Answered) {
         if !self.log.is_present(about) {
-            let _ = answer.send(Answer::IsGone);
-            return;
+            return answered(Answer::IsGone);
         }
         self.tickets += 1;
-        self.asked.insert(self.tickets, (about, answer));
+        self.asked.insert(self.tickets, (about, answered));
         let question = Question { about, from: self.me, ticket: self.tickets };
         self.asked_by_child(question);
     }
@@ -807,7 +883,7 @@ impl<N: Network> Rank<N> {
             self.become_ready(&children);
         }
         self.note_status(&children);
-        if !self.log.is_present(self.me) {
+        if !self.log.is_present(self.me) && self.complete.is_some() {
             // They have another parent, and may be gone already.
             children.retain(|rank| self.links.contains_key(rank));
         }
@@ -818,15 +894,20 @@ impl<N: Network> Rank<N> {
         self.confirm(&children);
     }
 
-    /// Confirms what this rank and those below have to the rank that sent it, which may be about to leave because of
-    /// that.
+    /// Confirms the notices that this rank and those below have to every rank that sent some, which may be about to leave
+    /// because of that.
     fn confirm(&mut self, children: &[usize]) {
-        let (from, confirmed) = self.confirmed;
         let (of, own) = self.last;
         let number = if self.is_coordinator() { own } else { self.seen_by(children, of, own) };
-        if number > 0 && (of, number) > confirmed && from != self.me {
-            self.confirmed = (from, (of, number));
-            self.send(from, &Message::Seen { of, number });
+        if number == 0 {
+            return;
+        }
+        self.confirmed.retain(|rank, _| self.links.contains_key(rank));
+        for (from, confirmed) in &mut self.confirmed {
+            if (of, number) > *confirmed {
+                *confirmed = (of, number);
+                self.links[from].send(&Message::Seen { of, number });
+            }
         }
     }
 
@@ -834,6 +915,8 @@ impl<N: Network> Rank<N> {
     fn seen_by(&self, children: &[usize], of: usize, own: u64) -> u64 {
         let seen = |child: &usize| match self.links.get(child) {
             Some(link) if link.seen.0 == of => link.seen.1,
+            // It has turned to a later coordinator, so it knows that this one leaves.
+            Some(link) if link.seen.0 > of => own,
             _ => 0,
         };
         children.iter().map(seen).chain([own]).min().unwrap_or(own)
@@ -855,6 +938,10 @@ impl<N: Network> Rank<N> {
     /// Says that this rank and those below are connected, or that all are.
     fn become_ready(&mut self, children: &[usize]) {
         let Some(own) = self.apart.filter(|_| self.complete.is_none() && !self.is_ready) else { return };
+        if self.log.presence().iter().any(|presence| *presence != Presence::Present) {
+            // A world that loses a rank while it joins is never used.
+            return;
+        }
         let has_parents = self.tree.parents(self.me).iter().flatten().all(|rank| self.links.contains_key(rank));
         let ready: Option<Vec<&Vec<usize>>> =
             children.iter().map(|child| self.links.get(child).and_then(|link| link.ready.as_ref())).collect();
@@ -894,13 +981,13 @@ impl<N: Network> Rank<N> {
         self.looked = now;
         let mut silent = Vec::new();
         for (rank, link) in &mut self.links {
-            match self.network.is_stopped(*rank) {
-                Some(false) => link.heard = now,
-                Some(true) => link.heard = (link.heard + late).min(now),
-                None => {
-                    link.heard = (link.heard + late).min(now);
-                    link.send(&Message::Heartbeat);
-                }
+            if link.is_watched && !self.network.is_stopped(*rank) {
+                link.heard = now;
+            } else {
+                link.heard = (link.heard + late).min(now);
+            }
+            if !link.is_watched {
+                link.send(&Message::Heartbeat);
             }
             if now - link.heard > timeout {
                 silent.push(*rank);
@@ -982,6 +1069,6 @@ impl<N: Network> Rank<N> {
 }
 
 /// The reason of `PeerLost` for a peer that is silent.
-pub(super) fn no_heartbeat(timeout: Duration) -> String {
+pub(in super::super) fn no_heartbeat(timeout: Duration) -> String {
     format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
 }

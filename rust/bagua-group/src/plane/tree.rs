@@ -2,7 +2,7 @@
 
 /// Above this number of ranks, the ranks of a host connect to the lowest rank of their host, so that the coordinator
 /// has few links.
-pub(super) const ONE_LEVEL: usize = 128;
+const ONE_LEVEL: usize = 128;
 
 /// The links of every rank: to its parent, and to the rank that becomes its parent when that one is gone. Every parent
 /// is lower than its children.

@@ -5,9 +5,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::super::address::Address;
-use super::super::control::{Body, Message, Notice, Routed};
 use super::super::handshake::{Hello, Purpose};
 use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
+use super::super::plane::{Body, Message, NOTICES, Notice, Question, Routed};
 use super::super::rendezvous::{Entry, MissingRanks, Said};
 use super::super::store::{KEYS_LIMIT, Reply, Request};
 use super::super::views::{ENDPOINT, Endpoint, GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
@@ -120,20 +120,27 @@ fn control_messages() -> Vec<Message> {
     let reason = "no heartbeat for 5.0 s".to_owned();
     let notices = [
         Notice::Lost { rank: 3, by: 1, ended: false, reason },
-        Notice::Left { ranks: vec![2, 300], moved: true },
+        Notice::Left { rank: 300, moved: true },
         Notice::Unreached { by: 0, ranks: vec![2, 300] },
         Notice::View { from: 1, message: ViewMessage::Refused { view: 3, text: "no quorum".to_owned() } },
     ];
+    let question = Question { about: 300, from: 2, ticket: 7 };
     let plain = [
         Message::Heartbeat,
-        Message::Connected { apart: vec![1, 200] },
+        Message::Attach { digest: u64::MAX },
+        Message::Resend,
+        Message::Ready { apart: vec![1, 200] },
         Message::Complete { apart: Vec::new() },
-        Message::LeaveAck,
+        Message::Notices { of: 300, number: 5, notices: notices.to_vec() },
+        Message::Seen { of: 300, number: 5 },
+        Message::Ask(question),
+        Message::Farewell { moved: true },
     ];
-    let bodies = [Body::LeftGroup { group: 9 }, Body::Connect].into_iter();
+    let bodies = [Body::LeftGroup { group: 9 }, Body::Ack].into_iter();
+    let bodies = bodies.chain([Body::Ping, Body::Pong, Body::Lives].map(|body| body(question)));
     let bodies = bodies.chain(view_messages().into_iter().map(Body::View));
     let routed = bodies.map(|body| Message::Routed(Routed { from: 1, to: vec![0, 2, 300], body }));
-    plain.into_iter().chain(notices.into_iter().chain(fails).map(Message::Notice)).chain(routed).collect()
+    plain.into_iter().chain(notices.into_iter().chain(fails).map(Message::Tell)).chain(routed).collect()
 }
 
 fn view_messages() -> Vec<ViewMessage> {
@@ -319,25 +326,26 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
     };
     // All types of `Any`, all variants of each enum among them, all notices, and all routed messages.
     assert_eq!(kinds(&[]), (0..=5).collect());
-    for (of, most) in [(0, 5), (1, 7), (2, 7), (3, 4)] {
+    for (of, most) in [(0, 10), (1, 7), (2, 7), (3, 4)] {
         assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");
     }
     assert_eq!(kinds(&[&[5][..], &[9; 16], &[3]].concat()), (0..=3).collect());
-    assert_eq!(kinds(&[0, 3]), (0..=4).collect());
-    assert_eq!(kinds(&[0, 4, 1, 3, 0, 2, 0xac, 2]), (0..=2).collect());
-    assert_eq!(kinds(&[0, 4, 1, 3, 0, 2, 0xac, 2, 2]), (0..=4).collect());
+    assert_eq!(kinds(&[0, 5]), (0..=4).collect());
+    assert_eq!(kinds(&[0, 8, 1, 3, 0, 2, 0xac, 2]), (0..=5).collect());
+    assert_eq!(kinds(&[0, 8, 1, 3, 0, 2, 0xac, 2, 1]), (0..=4).collect());
 }
 
 #[test]
 fn a_list_that_is_longer_than_its_limit_takes_no_memory() {
     let count = |count: usize| postcard::to_allocvec(&count).expect("a number");
     let heads = [
-        ("the missing ranks of an error", &[0, 3, 2, 1, 0, 1, 0, 0][..], RANKS_LIMIT),
-        ("ranks that are gone", &[0, 4, 1, 0, 2, 0, 2, 0], SHRINK_LIMIT),
-        ("ranks without which a view is proposed", &[0, 4, 1, 0, 2, 2, 2], SHRINK_LIMIT),
-        ("where its members listen", &[0, 4, 1, 0, 2, 2, 2, 0], SHRINK_LIMIT),
-        ("members of a group", &[0, 3, 2, 1], RANKS_LIMIT),
-        ("receivers of a message", &[0, 4, 1], SHRINK_LIMIT),
+        ("the missing ranks of an error", &[0, 5, 2, 1, 0, 1, 0, 0][..], RANKS_LIMIT),
+        ("ranks that are gone", &[0, 8, 1, 0, 1, 0, 2, 0], SHRINK_LIMIT),
+        ("ranks without which a view is proposed", &[0, 8, 1, 0, 1, 2, 2], SHRINK_LIMIT),
+        ("where its members listen", &[0, 8, 1, 0, 1, 2, 2, 0], SHRINK_LIMIT),
+        ("members of a group", &[0, 5, 2, 1], RANKS_LIMIT),
+        ("notices", &[0, 6, 0, 0], NOTICES),
+        ("receivers of a message", &[0, 8, 1], SHRINK_LIMIT),
         ("models", &[1, 1, 0, 0, 1], COUNT_LIMIT),
         ("members of a membership", &[1, 4, 2, 0], COUNT_LIMIT),
         ("addresses of a membership", &[1, 6], COUNT_LIMIT),
@@ -363,7 +371,7 @@ fn bytes_and_texts_beyond_the_end_of_a_message_take_no_memory() {
     for (what, head) in [
         ("an address", &[1, 5][..]),
         ("the second address of a list", &[&[5][..], &[0; 17], &[1, 2, 0]].concat()),
-        ("a text", &[0, 2, 1, 4]),
+        ("a text", &[0, 5, 2, 1, 0, 4]),
         ("a model", &[1, 1, 0, 0, 1, 1]),
         ("a value", &[2, 1, 0]),
     ] {

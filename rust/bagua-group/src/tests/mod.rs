@@ -1,5 +1,4 @@
-//! Parsers of everything that comes from another process, fed with bytes that no correct process sends. Also the state
-//! machines of the control plane, over a simulated network.
+//! The parsers of everything that comes from another process, fed with bytes that no correct process sends.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -9,13 +8,11 @@
 //! | `corpus.txt` | the committed corpus |
 //! | `mutate` | changes of an input |
 //! | `allocations` | how much memory a parser holds at most |
-//! | `simulation` | joining, losses and views in worlds of many ranks |
 
 mod allocations;
 pub(super) mod examples;
 mod fuzz;
 mod mutate;
-mod simulation;
 mod targets;
 
 /// Returns a loopback address that only this process uses. A free port there is not taken by another test, nor by an

@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::super::address::{Address, LIMIT};
 use super::super::config::Config;
-use super::super::control::Message;
 use super::super::handshake::{HELLO_LEN, Hello};
 use super::super::joining::JoinMessage;
+use super::super::plane::Message;
 use super::super::rendezvous::Entry;
 use super::super::store::{Reply, Request};
 use super::super::views::replay;
@@ -27,8 +27,8 @@ use crate::transport::frame::{self, Header};
 /// as its length says: each may be 1 byte of input and 24 bytes of memory, and the bytes of the addresses are held too.
 const PER_BYTE: usize = 24 + 1;
 
-/// Number of bytes that a parser may hold for a short input: the first elements of a list, or an error with its text.
-pub(super) const AT_LEAST: usize = 2 << 10;
+/// Bytes that a parser may hold for a short input: a list of notices, which are the largest elements of a list.
+pub(super) const AT_LEAST: usize = 10 << 10;
 
 /// Every message that one process encodes for another, as one type. The first byte of an input is the kind.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]

@@ -258,12 +258,6 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// Returns the view that this rank is ready for or has accepted.
-    #[cfg(test)]
-    pub(in super::super) fn view(&self) -> u64 {
-        self.view
-    }
-
     fn living(&self) -> Vec<usize> {
         (0..self.size).filter(|rank| !self.gone.contains_key(rank)).collect()
     }

@@ -5,13 +5,15 @@
 //! full packets to every other member. In a large view most pairs never exchange anything; there an all_reduce sends
 //! data between the pairs that do. Members that share memory send no packets and need no test.
 
-use super::super::control::FULL;
 use super::super::lane::{Lane, Options};
 use crate::error::{Error, Result};
 use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 
-/// Maximum number of bytes from one member to another: dozens of full packets.
+/// The largest view in which every member sends data to every other.
+const PAIRS: usize = 16;
+
+/// The most bytes from one member to another: dozens of full packets.
 const EACH: usize = 64 << 10;
 
 /// Maximum number of bytes from one member to all other members.
@@ -34,7 +36,7 @@ pub fn carry_data(lane: &mut Lane) -> Result<()> {
     if lane.collective() == SHARED {
         return Ok(());
     }
-    if size > FULL {
+    if size > PAIRS {
         return add_data(lane);
     }
     let each = EACH.min(ALL / size).max(1);

@@ -13,22 +13,19 @@
 //!
 //! The protocol for view v, among the ranks 0 to n - 1 of the group:
 //!
-//! 1. Each rank that takes part listens for the members of v. It sends `Ready` to the leader, which is the lowest rank
-//!    that is not gone. `Ready` has v, the ranks that the sender knows to be gone, and the sender's port. The leader
-//!    sends its own `Ready` to all ranks. Before a rank says that it is ready, it waits a moment for further losses,
-//!    because each loss makes all ranks say so again.
-//! 2. When all ranks that are not gone are ready for v and agree on the ranks that are gone, the leader checks the
-//!    quorum. It then sends `Propose` with the ports of all members, who know the rest of the addresses already.
-//! 3. The members connect, open their lanes, and run a barrier in the new group. In a large group, each member first
-//!    connects only to its neighbours in the ring and in the tree of the assembly.
-//! 4. A rank that has passed the barrier, or learns that another rank has, publishes `Opened` and uses the view. A
-//!    little later it leaves the old group and opens the remaining connections of the new one. Each of these two is as
-//!    much work as a view and would delay the views of other ranks.
+//! 1. Each rank that takes part listens for the members of v, and sends `Ready` with v, the ranks that it knows to be gone, and where it
+//!    listens, to the leader: the lowest rank that is not gone. The leader sends its own to all. A rank collects losses for a moment before:
+//!    each of those that come together would make all ready anew.
+//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends `Propose`, with where
+//!    all of them listen: a port, because each knows the rest of the others' addresses from this group.
+//! 3. The members connect, open their lanes, and make a barrier in the new group.
+//! 4. A rank that has passed the barrier, or learns that another has, publishes `Opened`, uses the view, and leaves the
+//!    old group.
 //!
-//! `Opened` and `Refused` go to all ranks. All other messages go to one rank, or from the leader to all: about 3 n
-//! messages in all, which travel along a tree. `Opened` is a notice, which each rank passes on once (see the control
-//! plane), so a rank knows of it before it notices the end of any rank that has opened the view. If nothing arrives at
-//! a rank for a second or two, it repeats its message, which may have been lost with a rank that passed it on.
+//! All but `Opened` and `Refused` are messages to one rank, or from the leader to all: about 3 n in all. `Opened` is a
+//! notice to all ranks (see [`plane`](super::plane)): every rank has it before it learns of the end of a rank that has
+//! opened the view. A rank to which nothing has come for a second or two repeats messages that may have been lost with a
+//! rank that passed them on.
 //!
 //! When a rank learns that another rank is gone, it gives v up and is ready for a later view. Invariants, quoted by the
 //! tests:
@@ -52,18 +49,12 @@ mod shrink;
 #[cfg(test)]
 mod tests;
 
-#[cfg(test)]
-pub(super) use action::{Action as ViewAction, Outcome};
 pub use agreement::Quorum;
-#[cfg(test)]
-pub(super) use agreement::{Agreement, Gone};
 pub use carry::carry_data;
 pub(super) use inbox::Inbox;
 #[cfg(test)]
 pub(super) use message::GoneRank;
 pub(super) use message::{Endpoint, RANKS_LIMIT, ViewMessage};
 pub use shrink::View;
-#[cfg(test)]
-pub(super) use shrink::collecting;
 #[cfg(test)]
 pub(super) use tests::replay::{ENDPOINT, replay};

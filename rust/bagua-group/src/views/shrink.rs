@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use super::super::bootstrap::{NextView, connect_view, listen_for_view};
 use super::super::collecting::Collecting;
 use super::super::config::Config;
-use super::super::control::{Body, Listeners, Loss, Notice, Plane};
+use super::super::control::{Listeners, Loss, Plane};
 use super::super::group::Group;
+use super::super::plane::{Body, Notice};
 use super::super::wire::Encoding;
 use super::action::{Action, Outcome};
 use super::agreement::{Agreement, Gone, Quorum};
@@ -85,7 +86,7 @@ impl Group {
         let _call = Call::begin(plane)?;
         let deadline = Deadline::after(timeout.unwrap_or(plane.config.timeout));
         let agreement = lock_agreement(plane);
-        let (view, took) = std::thread::scope(|scope| {
+        let view = std::thread::scope(|scope| {
             let build = |next: NextView, cancel: Arc<Cancel>| {
                 let (sender, receiver) = mpsc::channel();
                 let (open, barrier) = (&open, &barrier);
@@ -108,15 +109,13 @@ impl Group {
                 losses: collecting(plane.config.world_size),
                 says_at: None,
                 sent: (0, 0),
-                built_at: None,
                 build,
             };
             let outcome = driver.run(quorum);
-            let took = driver.built_at.map(|at| at.elapsed()).unwrap_or_default();
             plane.views.lock().agreement = Some(driver.agreement);
-            outcome.map(|view| (view, took))
+            outcome
         })?;
-        self.leave_for(&view.group, took);
+        self.leave_for(&view.group);
         Ok(view)
     }
 }
@@ -132,7 +131,8 @@ fn check_size(world_size: usize) -> Result<()> {
     Ok(())
 }
 
-pub(in super::super) fn collecting(world_size: usize) -> Collecting {
+/// How long a rank of a group of so many waits for further losses.
+fn collecting(world_size: usize) -> Collecting {
     Collecting::new((TOGETHER * world_size as u32).min(LONGEST), LONGEST)
 }
 
@@ -243,8 +243,6 @@ struct Driver<'a, T, B> {
     says_at: Option<Instant>,
     /// Number of messages sent to other ranks, and of their bytes.
     sent: (u64, u64),
-    /// Time at which this rank began to build the last view that was proposed.
-    built_at: Option<Instant>,
     /// Starts the thread of a build.
     build: B,
 }
@@ -374,7 +372,6 @@ where
                 self.plane.publish(Notice::View { from: self.plane.config.rank, message });
             }
             Action::Build { view, endpoints, members } => {
-                self.built_at = Some(Instant::now());
                 let cancel = Arc::new(Cancel::default());
                 let started = match self.listeners.take() {
                     Some(listeners) => {
@@ -467,7 +464,7 @@ where
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::control::{Message, Routed};
+    use super::super::super::plane::{Message, Routed};
     use super::super::super::wire::FRAME_LIMIT;
     use super::super::message::{GoneRank, ViewMessage};
     use super::*;
@@ -481,7 +478,10 @@ mod tests {
         let view = super::super::super::wire::VIEWS_LIMIT;
         let endpoint = Endpoint { port: u16::MAX, unix: true };
         let routed = |body| Message::Routed(Routed { from: RANKS_LIMIT, to: all(), body: Body::View(body) });
-        let notice = |message| Message::Notice(Notice::View { from: RANKS_LIMIT, message });
+        let notice = |message| {
+            let notice = Notice::View { from: RANKS_LIMIT, message };
+            Message::notices(RANKS_LIMIT, u64::MAX, &[notice]).remove(0)
+        };
         let messages = [
             routed(ViewMessage::Ready { view, any: true, gone, endpoint }),
             routed(ViewMessage::Withdrawn { missing: all() }),

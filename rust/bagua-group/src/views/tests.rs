@@ -1,214 +1,205 @@
-//! The agreement over scripted connections: deaths, cuts and freezes at every step, in many orders of delivery.
+//! The agreement over the control plane on a paused clock: deaths, cuts and freezes at every moment, in many orders of
+//! delivery. And its answers to single messages.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use super::action::{Action, Outcome};
 use super::agreement::{Agreement, Gone, Quorum};
 use super::message::{Endpoint, GoneRank, ViewMessage};
-use script::{Event, Script};
+use world::Fault::{Cut, Freeze, Kill};
+use world::{Fault, World};
 
 /// An agreement that gets messages that no correct rank sends.
 #[cfg(not(model))]
 pub(super) mod replay;
-mod script;
+mod world;
 
-fn death(at: usize, who: usize) -> Event {
-    (at, Box::new(move |script| script.kill(who)))
+/// Moments of an agreement, which takes about 2 ms if nothing happens.
+fn moments(every: usize) -> impl Iterator<Item = Duration> + Clone {
+    (0..3000).step_by(every).map(|micros| Duration::from_micros(micros as u64))
 }
 
-/// Returns the number of steps of a run without a death.
-fn length(size: usize, seed: u64) -> usize {
-    let mut script = Script::new(size, seed, Quorum::Majority);
-    script.run(Vec::new());
-    script.check_together("no rank dies");
-    script.steps
+/// Runs an agreement of all ranks with these faults.
+async fn agreed(size: usize, seed: u64, faults: &[(Duration, Fault)]) -> World {
+    let mut world = World::new(size, seed, Quorum::Majority).await;
+    world.run(faults.iter().copied()).await;
+    world
 }
 
-#[test]
-fn ranks_that_all_live_agree_on_a_view_of_all() {
-    for size in 1..=5 {
-        for seed in 0..50 {
-            let mut script = Script::new(size, seed, Quorum::Majority);
-            script.run(Vec::new());
+#[tokio::test(start_paused = true)]
+async fn ranks_that_all_live_agree_on_a_view_of_all() {
+    for size in [1, 2, 3, 4, 5, 13] {
+        for seed in 0..10 {
+            let world = agreed(size, seed, &[]).await;
             let everybody: Vec<usize> = (0..size).collect();
-            for node in &script.nodes {
-                assert_eq!(node.outcome, Some(Outcome::Opened(2, everybody.clone())));
+            for outcome in world.outcomes.values() {
+                assert_eq!(outcome, &Outcome::Opened(2, everybody.clone()));
             }
         }
     }
 }
 
-#[test]
-fn a_death_at_any_step_of_the_agreement_leaves_the_survivors_in_one_view() {
-    for size in 2..=4 {
-        for seed in 0..15 {
-            for at in 0..=length(size, seed) {
-                for who in 0..size {
-                    let mut script = Script::new(size, seed, Quorum::Majority);
-                    script.run(vec![death(at, who)]);
-                    script.check_together(&format!("{size} ranks, seed {seed}, rank {who} dies at step {at}"));
+#[tokio::test(start_paused = true)]
+async fn a_death_at_any_moment_of_the_agreement_leaves_the_survivors_in_one_view() {
+    for (size, seeds, every) in [(2, 3, 100), (3, 3, 100), (4, 3, 100), (13, 1, 250)] {
+        for (seed, at) in (0..seeds).flat_map(|seed| moments(every).map(move |at| (seed, at))) {
+            for who in 0..size {
+                let world = agreed(size, seed, &[(at, Kill(who))]).await;
+                world.check_together(&format!("{size} ranks, seed {seed}, rank {who} dies after {at:?}"));
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_deaths_at_any_two_moments_leave_the_survivors_in_one_view() {
+    for (size, pairs) in [(3, &[(0, 1), (1, 0), (0, 2), (1, 2)][..]), (8, &[(0, 1), (1, 0), (0, 7), (3, 5)])] {
+        for (seed, first) in (0..2).flat_map(|seed| moments(300).map(move |at| (seed, at))) {
+            for second in moments(300).filter(|second| *second >= first) {
+                for (who, other) in pairs {
+                    let world = agreed(size, seed, &[(first, Kill(*who)), (second, Kill(*other))]).await;
+                    let case = format!("{who} dies after {first:?}, {other} after {second:?}");
+                    world.check_together(&format!("{size} ranks, seed {seed}: {case}"));
                 }
             }
         }
     }
 }
 
-#[test]
-fn two_deaths_at_any_two_steps_leave_the_survivors_in_one_view() {
-    for size in 3..=4 {
-        for seed in 0..4 {
-            let steps = length(size, seed) + 40;
-            for first in (seed as usize % 3..steps).step_by(3) {
-                for second in (first..steps).step_by(5) {
-                    for (who, other) in (0..size).flat_map(|who| (0..size).map(move |other| (who, other))) {
-                        if who != other {
-                            let mut script = Script::new(size, seed, Quorum::Majority);
-                            script.run(vec![death(first, who), death(second, other)]);
-                            let text = format!("rank {who} dies at step {first}, rank {other} at step {second}");
-                            script.check_together(&format!("{size} ranks, seed {seed}, {text}"));
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// True if these members may continue when the other members are cut off.
+/// True if these of the members may go on when the others are cut off.
 fn is_quorum(here: &[usize], members: &[usize]) -> bool {
     2 * here.len() > members.len() || (2 * here.len() == members.len() && here.contains(&members[0]))
 }
 
-#[test]
-fn of_parts_that_are_cut_off_from_each_other_at_any_step_at_most_one_goes_on_and_no_rank_hangs() {
-    let parts: [&[usize]; 6] = [&[0], &[1], &[3], &[0, 1], &[1, 2], &[0, 3]];
-    let mut one_went_on = 0;
-    for size in [2, 3, 4] {
-        for seed in 0..10 {
-            for at in 0..=length(size, seed) {
-                for part in parts.iter().filter(|part| part.len() < size && part.iter().all(|rank| *rank < size)) {
-                    let part = part.to_vec();
-                    let mut script = Script::new(size, seed, Quorum::Majority);
-                    let text = format!("{size} ranks, seed {seed}, {part:?} cut off at step {at}");
-                    let cut: Box<dyn Fn(&mut Script)> = Box::new(move |script| {
-                        for inside in &part {
-                            (0..size).filter(|outside| !part.contains(outside)).for_each(|outside| {
-                                script.cut_off(*inside, outside);
-                            });
-                        }
-                    });
-                    script.run(vec![(at, cut)]);
-                    script.expire();
-                    one_went_on += check_parts(&script, &text);
-                }
-            }
-        }
-    }
-    assert!(one_went_on > 1000, "{one_went_on}");
-}
-
-/// Checks that every rank has ended, and that at most one part could shrink its view further. Returns the number of
-/// parts that could.
-fn check_parts(script: &Script, text: &str) -> usize {
+/// Checks that at most one part could shrink its view further. Returns the number of parts that could.
+fn check_parts(world: &World, case: &str) -> usize {
     let mut views: BTreeMap<(u64, Vec<usize>), Vec<usize>> = BTreeMap::new();
-    for rank in 0..script.nodes.len() {
-        match script.nodes[rank].outcome.as_ref().unwrap_or_else(|| panic!("{text}: rank {rank} hangs")) {
-            Outcome::Opened(view, members) => views.entry((*view, members.clone())).or_default().push(rank),
+    for (rank, outcome) in &world.outcomes {
+        match outcome {
+            Outcome::Opened(view, members) => views.entry((*view, members.clone())).or_default().push(*rank),
             Outcome::Excluded(_) | Outcome::Refused(_) | Outcome::TimedOut(_) => {}
         }
     }
     let go_on = views.iter().filter(|((_, members), here)| is_quorum(here, members)).count();
-    assert!(go_on <= 1, "{text}: {views:?}");
+    assert!(go_on <= 1, "{case}: {views:?}");
     go_on
 }
 
-#[test]
-fn a_broken_line_between_two_ranks_at_any_step_leaves_at_most_one_part_and_no_rank_hangs() {
+#[tokio::test(start_paused = true)]
+async fn of_parts_that_are_cut_off_from_each_other_at_any_moment_at_most_one_goes_on_and_no_rank_hangs() {
+    let parts: [&[usize]; 6] = [&[0], &[1], &[3], &[0, 1], &[1, 2], &[0, 3]];
+    let mut one_went_on = 0;
+    for size in [2, 3, 4] {
+        for (seed, at) in (0..3).flat_map(|seed| moments(200).map(move |at| (seed, at))) {
+            for part in parts.iter().filter(|part| part.len() < size && part.iter().all(|rank| *rank < size)) {
+                let others = (0..size).filter(|rank| !part.contains(rank));
+                let cuts: Vec<(Duration, Fault)> =
+                    others.flat_map(|other| part.iter().map(move |inside| (at, Cut(*inside, other)))).collect();
+                let world = agreed(size, seed, &cuts).await;
+                let case = format!("{size} ranks, seed {seed}, {part:?} cut off after {at:?}");
+                one_went_on += check_parts(&world, &case);
+            }
+        }
+    }
+    assert!(one_went_on > 200, "{one_went_on}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_broken_line_between_two_ranks_at_any_moment_leaves_at_most_one_part_and_no_rank_hangs() {
     for size in [3, 4] {
-        for seed in 0..10 {
-            for at in 0..=length(size, seed) {
-                for (a, b) in (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b))) {
-                    let mut script = Script::new(size, seed, Quorum::Majority);
-                    script.run(vec![(at, Box::new(move |script| script.cut_off(a, b)))]);
-                    script.expire();
-                    check_parts(&script, &format!("{size} ranks, seed {seed}, {a} and {b} cut at step {at}"));
-                }
+        for (seed, at) in (0..3).flat_map(|seed| moments(200).map(move |at| (seed, at))) {
+            for (a, b) in (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b))) {
+                let world = agreed(size, seed, &[(at, Cut(a, b))]).await;
+                check_parts(&world, &format!("{size} ranks, seed {seed}, {a} and {b} cut after {at:?}"));
             }
         }
     }
 }
 
-#[test]
-fn a_line_that_was_broken_before_leaves_the_lower_rank_with_the_others_and_ends_the_higher_one() {
-    for seed in 0..50 {
-        let mut script = Script::new(3, seed, Quorum::Majority);
-        script.run(vec![(0, Box::new(|script| script.cut_off(0, 1)))]);
-        script.expire();
-        for rank in [0, 2] {
-            let Some(Outcome::Opened(_, members)) = &script.nodes[rank].outcome else { panic!("seed {seed}") };
-            assert_eq!(members, &[0, 2]);
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_cannot_reach_the_coordinator_is_left_behind_by_the_others() {
+    for (seed, cut) in (0..10).flat_map(|seed| [1, 2].map(|cut| (seed, cut))) {
+        let mut world = World::new(3, seed, Quorum::Majority).await;
+        world.inflict(Cut(0, cut));
+        let others: Vec<usize> = (0..3).filter(|rank| *rank != cut).collect();
+        world.until_gone(&others, &[cut]).await;
+        world.call(0..3);
+        world.finish().await;
+        for rank in &others {
+            let Some(Outcome::Opened(_, members)) = world.outcomes.get(rank) else { panic!("seed {seed}") };
+            assert_eq!(*members, others);
         }
-        // Rank 2 prefers rank 0. Rank 1 is alone, or was notified that the other ranks continued.
-        let ended = script.nodes[1].outcome.as_ref().unwrap();
+        let ended = &world.outcomes[&cut];
         assert!(
             matches!(ended, Outcome::Refused(text) if text.contains("quorum"))
-                || matches!(ended, Outcome::Excluded(0 | 2)),
+                || matches!(ended, Outcome::Excluded(by) if *by != cut),
             "{ended:?}"
         );
     }
 }
 
-fn outcomes_without(size: usize, gone: &[usize], how: Gone, quorum: Quorum) -> Vec<Option<Outcome>> {
-    let mut script = Script::new(size, 7, quorum);
+/// The outcomes of a group that has lost some ranks before it agrees: frozen or killed.
+async fn outcomes_without(size: usize, gone: &[usize], how: Gone, quorum: Quorum) -> Vec<Outcome> {
+    let mut world = World::new(size, 7, quorum).await;
+    let living: Vec<usize> = (0..size).filter(|rank| !gone.contains(rank)).collect();
     for rank in gone {
-        script.nodes[*rank].alive = false;
-        script.end_lines(*rank);
-        for other in (0..size).filter(|other| !gone.contains(other)) {
-            let ended = how == Gone::Ended;
-            script.lines.remove(&(*rank, other));
-            script.control(other, |overlay, out| overlay.lost(*rank, ended, "gone", out));
-        }
+        world.inflict(if how == Gone::Ended { Kill(*rank) } else { Freeze(*rank, true) });
     }
-    script.run(Vec::new());
-    let nodes = script.nodes.into_iter().enumerate().filter(|(rank, _)| !gone.contains(rank));
-    nodes.map(|(_, node)| node.outcome).collect()
+    world.until_gone(&living, gone).await;
+    world.call(living);
+    world.finish().await;
+    world.outcomes.into_values().collect()
 }
 
-#[test]
-fn the_smaller_part_is_refused_by_all_its_ranks_and_the_error_names_the_ranks_that_may_be_alive() {
-    let goes_on = |size, gone: &[usize], how, quorum| {
-        let outcomes = outcomes_without(size, gone, how, quorum);
-        outcomes.iter().all(|outcome| matches!(outcome, Some(Outcome::Opened(..))))
-    };
-    for outcome in outcomes_without(4, &[0, 3], Gone::Silent, Quorum::Majority) {
-        let Some(Outcome::Refused(text)) = outcome else { panic!("{outcome:?}") };
+#[tokio::test(start_paused = true)]
+async fn the_smaller_part_is_refused_by_all_its_ranks_and_the_error_names_the_ranks_that_may_be_alive() {
+    for outcome in outcomes_without(4, &[0, 3], Gone::Silent, Quorum::Majority).await {
+        let Outcome::Refused(text) = outcome else { panic!("{outcome:?}") };
         let expected = "no quorum: 2 of the 4 ranks whose process is not known to have ended are here (ranks 1, 2), and ranks 0, 3 may live on";
         assert_eq!(text, expected);
     }
-    assert!(goes_on(4, &[1, 3], Gone::Silent, Quorum::Majority), "half with the lowest");
-    assert!(goes_on(4, &[3], Gone::Silent, Quorum::Majority), "more than half");
-    assert!(goes_on(4, &[0, 1, 2], Gone::Ended, Quorum::Majority), "those that ended do not count");
-    assert!(!goes_on(3, &[0, 1], Gone::Silent, Quorum::Majority));
-    assert!(goes_on(3, &[0, 1], Gone::Silent, Quorum::Any), "waived");
+    for (why, size, gone, how, quorum, goes_on) in [
+        ("half with the lowest", 4, &[1, 3][..], Gone::Silent, Quorum::Majority, true),
+        ("more than half", 4, &[3], Gone::Silent, Quorum::Majority, true),
+        ("ranks that ended do not count", 4, &[0, 1, 2], Gone::Ended, Quorum::Majority, true),
+        ("too few", 3, &[0, 1], Gone::Silent, Quorum::Majority, false),
+        ("waived", 3, &[0, 1], Gone::Silent, Quorum::Any, true),
+    ] {
+        let outcomes = outcomes_without(size, gone, how, quorum).await;
+        assert!(
+            outcomes.iter().all(|outcome| matches!(outcome, Outcome::Opened(..)) == goes_on),
+            "{why}: {outcomes:?}"
+        );
+    }
 }
 
-#[test]
-fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
-    let mut script = Script::new(3, 3, Quorum::Majority);
-    // Rank 1 runs, but does not call.
-    let absent = |script: &mut Script, absent: bool| script.nodes[1].called = absent;
-    absent(&mut script, true);
-    script.run(Vec::new());
-    script.nodes[1].outcome = Some(Outcome::Refused(String::new()));
-    script.expire();
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_has_not_called_is_named_and_a_second_call_succeeds_when_it_calls() {
+    let mut world = World::new(3, 3, Quorum::Majority).await;
+    world.call([0, 2]);
+    world.finish().await;
     for rank in [0, 2] {
-        assert_eq!(script.nodes[rank].outcome, Some(Outcome::TimedOut(vec![1])));
+        assert_eq!(world.outcomes[&rank], Outcome::TimedOut(vec![1]));
     }
-    for node in &mut script.nodes {
-        (node.outcome, node.called) = (None, false);
+    world.call(0..3);
+    world.finish().await;
+    world.check_together("the second call");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_the_others_left_behind_is_excluded_when_it_continues() {
+    for seed in 0..10 {
+        let mut world = World::new(3, seed, Quorum::Majority).await;
+        world.inflict(Freeze(1, true));
+        world.until_gone(&[0, 2], &[1]).await;
+        world.call(0..3);
+        world.finish().await;
+        assert!(matches!(world.outcomes[&0], Outcome::Opened(_, _)));
+        world.inflict(Freeze(1, false));
+        world.finish().await;
+        assert!(matches!(world.outcomes[&1], Outcome::Excluded(0 | 2)), "{:?}", world.outcomes[&1]);
     }
-    script.run(Vec::new());
-    script.check_together("the second call");
 }
 
 /// The endpoint of a rank that listens at this port.
@@ -324,58 +315,4 @@ fn a_rank_that_cannot_listen_refuses_the_view_for_all() {
     let refused = ViewMessage::Refused { view: 2, text: "no descriptor".to_owned() };
     let finished = Action::Finish(Outcome::Refused("no descriptor".to_owned()));
     assert_eq!(out, [Action::Publish(refused), finished]);
-}
-
-#[test]
-fn a_rank_that_the_others_left_behind_is_excluded_when_it_continues() {
-    for seed in 0..50 {
-        let mut script = Script::new(3, seed, Quorum::Majority);
-        script.nodes[1].frozen = true;
-        for other in [0, 2] {
-            script.control(other, |overlay, out| overlay.lost(1, false, "no heartbeat", out));
-        }
-        script.run(Vec::new());
-        assert!(matches!(script.nodes[0].outcome, Some(Outcome::Opened(_, _))));
-        script.nodes[1].frozen = false;
-        script.run(Vec::new());
-        assert!(matches!(script.nodes[1].outcome, Some(Outcome::Excluded(0 | 2))), "{:?}", script.nodes[1].outcome);
-    }
-}
-
-#[test]
-fn deaths_of_the_leader_of_its_successor_and_of_a_rank_that_passes_messages_on_leave_the_survivors_in_one_view() {
-    for seed in 0..24 {
-        let size = 8 + seed as usize % 7;
-        let sparse = || Script::connected(size, seed, Quorum::Majority, 2);
-        let mut whole = sparse();
-        whole.run(Vec::new());
-        for at in (seed as usize * 41 % 197..whole.steps).step_by(197) {
-            // The rank has the connection to the leader that the ranks behind it use.
-            let (inner, later) = (2 << (at % 2), at + at % 60);
-            for who in [vec![0, inner], vec![inner, 0], vec![0, 1], vec![0, 1, inner]] {
-                let mut script = sparse();
-                let text = format!("{size} ranks, seed {seed}, {who:?} die at steps {at} and {later}");
-                let deaths = who.iter().enumerate().map(|(nth, who)| death(if nth == 0 { at } else { later }, *who));
-                script.run(deaths.collect());
-                script.check_together(&text);
-            }
-        }
-    }
-}
-
-#[test]
-fn a_death_at_many_steps_leaves_the_survivors_in_one_view_also_where_messages_pass_by_others() {
-    for (size, seed) in [(8, 1), (9, 2), (11, 3), (13, 4)] {
-        let sparse = |seed| Script::connected(size, seed, Quorum::Majority, 2);
-        let mut whole = sparse(seed);
-        whole.run(Vec::new());
-        whole.check_together("no rank dies");
-        for at in (0..whole.steps).step_by(37) {
-            for who in (0..size).step_by(2) {
-                let mut script = sparse(seed);
-                script.run(vec![death(at, who), death(at + at % 50, (who + 1 + at % 3) % size)]);
-                script.check_together(&format!("{size} ranks, seed {seed}, rank {who} dies at step {at}"));
-            }
-        }
-    }
 }

@@ -91,8 +91,7 @@ fn entry_of_a_process_with_a_low_hard_limit() {
     drop((lanes, groups));
 
     // A world that needs more than the hard limit fails before anything is sent.
-    let all_pairs = Config { full_mesh: 100, ..tcp(100) };
-    let Err(error) = Bootstrap::bind(all_pairs) else { panic!("{} descriptors were enough", soft()) };
+    let Err(error) = Bootstrap::bind(tcp(100)) else { panic!("{} descriptors were enough", soft()) };
     let text = refusal(error, allowed);
     assert!(text.contains(&format!("{}", 99 + 10 + open())), "{text}");
 }

@@ -50,11 +50,6 @@ pub const fn buffer_len(bytes: usize) -> usize {
     bytes / 256
 }
 
-/// Returns the length of a wait that models skip.
-pub const fn patience(_time: Duration) -> Duration {
-    Duration::ZERO
-}
-
 thread_local! {
     /// True if `Acquire` loads return only the latest value in the model that this thread runs.
     pub(super) static LATEST: Cell<bool> = const { Cell::new(false) };

@@ -1,6 +1,6 @@
 //! Many ranks in one process on a paused clock: every scenario with every fault.
 
-mod net;
+pub(crate) mod net;
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ use net::{HEARTBEAT, Net, Random, Runner};
 const FOUND: Duration = Duration::from_secs(8);
 
 /// A world of ranks that runs.
-struct World {
-    net: std::sync::Arc<Net>,
-    ranks: Vec<Runner>,
+pub(crate) struct World {
+    pub(crate) net: std::sync::Arc<Net>,
+    pub(crate) ranks: Vec<Runner>,
     random: Random,
 }
 
@@ -32,7 +32,7 @@ impl World {
     }
 
     /// Starts the ranks, and waits until all are connected.
-    async fn joined(size: usize, seed: u64) -> World {
+    pub(crate) async fn joined(size: usize, seed: u64) -> World {
         let world = World::start(size, seed);
         world
             .until("all ranks are connected", Duration::from_secs(1), |world| {
@@ -42,7 +42,7 @@ impl World {
         world
     }
 
-    async fn until(&self, what: &str, limit: Duration, is_so: impl Fn(&World) -> bool) {
+    pub(crate) async fn until(&self, what: &str, limit: Duration, is_so: impl Fn(&World) -> bool) {
         let begun = Instant::now();
         while !is_so(self) {
             assert!(begun.elapsed() < limit, "{what}: not after {limit:?}");
@@ -50,7 +50,7 @@ impl World {
         }
     }
 
-    fn cut_both(&self, a: usize, b: usize) {
+    pub(crate) fn cut_both(&self, a: usize, b: usize) {
         self.net.cut(a, b);
         self.net.cut(b, a);
     }
@@ -317,6 +317,47 @@ async fn a_rank_that_fails_and_dies_is_known_to_have_failed_first() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn ranks_that_die_together_with_the_coordinator_are_known_at_once() {
+    for size in [3, 8, 64] {
+        for seed in 0..6 {
+            let world = World::joined(size, seed).await;
+            let dead = [0, size - 1];
+            dead.iter().for_each(|rank| world.inflict(Kill, *rank));
+            sleep(Duration::from_millis(100)).await;
+            world.assert_lost(&dead, &dead, &format!("{dead:?} of {size}, seed {seed}"));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_rank_learns_of_a_failure_before_it_learns_that_others_leave() {
+    for size in [3, 8, 24] {
+        for seed in 0..20 {
+            let mut world = World::joined(size, seed).await;
+            world.ranks[size - 1].handle.tell(failed("the cause"));
+            // Each rank leaves when it knows, the coordinators one after the other.
+            let has_failed = |event: &(Instant, Event)| event.1 == Event::Notice(failed("the cause"));
+            for rank in 0..size {
+                while rank < size - 1 && !lock(&world.ranks[rank].told).iter().any(has_failed) {
+                    sleep(Duration::from_micros(20)).await;
+                }
+                world.ranks[rank].handle.leave(false);
+                world.pause(Duration::from_micros(100)).await;
+            }
+            for (rank, runner) in world.ranks.iter_mut().enumerate() {
+                assert!(matches!((&mut runner.task).await, Ok(true)), "{rank} of {size}, seed {seed}");
+                let is_left = |event: &(Instant, Event)| matches!(event.1, Event::Notice(Notice::Left { .. }));
+                let told = lock(&runner.told);
+                let (failed, left) = (told.iter().position(has_failed), told.iter().position(is_left));
+                drop(told);
+                assert!(failed.is_some() && failed < left, "{rank} of {size}, seed {seed}: {failed:?}, {left:?}");
+                assert_eq!(runner.lost(), [], "{rank} of {size}, seed {seed}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_cause_of_a_broken_stream_is_the_end_of_the_peer_or_nothing() {
     for size in [2, 3, 8, 64] {
         for about in [0, 1, size - 1] {
@@ -327,7 +368,9 @@ async fn the_cause_of_a_broken_stream_is_the_end_of_the_peer_or_nothing() {
                         world.inflict(fault, about);
                     }
                     let asked = Instant::now();
-                    let answer = world.ranks[from].handle.ask(about).await;
+                    let (answered, answer) = tokio::sync::oneshot::channel();
+                    world.ranks[from].handle.ask(about, |answer| _ = answered.send(answer));
+                    let answer = answer.await;
                     let expected = if fault.is_some() { Answer::IsGone } else { Answer::Lives };
                     assert_eq!(answer, Ok(expected), "{from} asks about {about} of {size}, {fault:?}");
                     let limit = if fault == Some(Freeze) { FOUND } else { Duration::from_millis(100) };

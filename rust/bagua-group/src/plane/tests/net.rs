@@ -8,22 +8,24 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, Sleep};
 
 use super::super::message::Notice;
-use super::super::rank::{Event, Handle, Network, Rank};
+use super::super::rank::{Event, Handle, Network, Rank, Unreachable};
+use crate::error::Error;
 use crate::wait::lock;
 
 /// The heartbeat timeout of all tests.
-pub(super) const HEARTBEAT: Duration = Duration::from_secs(5);
+pub(crate) const HEARTBEAT: Duration = Duration::from_secs(5);
 
 /// Random numbers (SplitMix64).
 #[derive(Clone)]
-pub(super) struct Random(pub(super) u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub(super) fn below(&mut self, limit: u64) -> u64 {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -42,7 +44,7 @@ struct Wire {
 }
 
 /// One end of a connection.
-pub(super) struct Stream {
+pub(crate) struct Stream {
     net: Arc<Net>,
     incoming: Arc<Mutex<Wire>>,
     outgoing: Arc<Mutex<Wire>>,
@@ -56,6 +58,8 @@ struct State {
     cut: HashSet<(usize, usize)>,
     /// Ranks that run.
     handles: HashMap<usize, Handle<Stream>>,
+    /// Ranks whose process has ended.
+    ended: HashSet<usize>,
     /// Extra delay of all that a rank sends.
     slow: HashMap<usize, Duration>,
     random: u64,
@@ -63,24 +67,24 @@ struct State {
 
 /// See the module.
 #[derive(Default)]
-pub(super) struct Net {
+pub(crate) struct Net {
     state: Mutex<State>,
     me: Weak<Net>,
 }
 
 impl Net {
-    pub(super) fn new(seed: u64) -> Arc<Net> {
+    pub(crate) fn new(seed: u64) -> Arc<Net> {
         let state = Mutex::new(State { random: seed, ..State::default() });
         Arc::new_cyclic(|me| Net { state, me: Weak::clone(me) })
     }
 
     /// From now on nothing that `from` sends reaches `to`, not even the end of a connection.
-    pub(super) fn cut(&self, from: usize, to: usize) {
+    pub(crate) fn cut(&self, from: usize, to: usize) {
         lock(&self.state).cut.insert((from, to));
     }
 
     /// All that a rank sends takes so much longer from now on.
-    pub(super) fn slow_down(&self, rank: usize, by: Duration) {
+    pub(crate) fn slow_down(&self, rank: usize, by: Duration) {
         lock(&self.state).slow.insert(rank, by);
     }
 
@@ -182,7 +186,7 @@ impl Drop for Stream {
 }
 
 /// The network as one rank has it.
-pub(super) struct At {
+pub(crate) struct At {
     net: Arc<Net>,
     rank: usize,
 }
@@ -190,7 +194,7 @@ pub(super) struct At {
 impl Network for At {
     type Stream = Stream;
 
-    async fn dial(&self, to: usize) -> Result<Stream, String> {
+    async fn dial(&self, to: usize) -> Result<Stream, Unreachable> {
         let mut wait = Duration::from_millis(1);
         loop {
             let (there, back) = ((self.rank, to), (to, self.rank));
@@ -210,7 +214,10 @@ impl Network for At {
                 handle.accepted(self.rank, end(&forth, &back));
                 return Ok(end(&back, &forth));
             }
-            // It does not listen yet, or its process has ended.
+            if lock(&self.net.state).ended.contains(&to) {
+                return Err(Unreachable { error: Error::other("nothing listens there"), ended: true });
+            }
+            // It does not listen yet.
             tokio::time::sleep(wait).await;
             wait = (2 * wait).min(HEARTBEAT);
         }
@@ -218,14 +225,16 @@ impl Network for At {
 }
 
 /// Everything that a rank was told, with the time.
-pub(super) type Told = Arc<Mutex<Vec<(Instant, Event)>>>;
+pub(crate) type Told = Arc<Mutex<Vec<(Instant, Event)>>>;
 
 /// A rank of a test.
-pub(super) struct Runner {
-    pub(super) handle: Handle<Stream>,
-    pub(super) told: Told,
+pub(crate) struct Runner {
+    pub(crate) handle: Handle<Stream>,
+    pub(crate) told: Told,
+    /// Notified of everything that the rank is told.
+    pub(crate) news: Arc<Notify>,
     /// Returns what [`Rank::run`] returns.
-    pub(super) task: JoinHandle<bool>,
+    pub(crate) task: JoinHandle<bool>,
     frozen: Arc<Mutex<Freezer>>,
 }
 
@@ -237,11 +246,15 @@ struct Freezer {
 
 impl Net {
     /// Starts a rank.
-    pub(super) fn start(&self, rank: usize, hosts: &[usize]) -> Runner {
+    pub(crate) fn start(&self, rank: usize, hosts: &[usize]) -> Runner {
         let net = self.me.upgrade().expect("it is alive");
         let told = Told::default();
-        let noted = Arc::clone(&told);
-        let note = move |event| lock(&noted).push((Instant::now(), event));
+        let news: Arc<Notify> = Arc::default();
+        let (noted, notified) = (Arc::clone(&told), Arc::clone(&news));
+        let note = move |event| {
+            lock(&noted).push((Instant::now(), event));
+            notified.notify_one();
+        };
         let at = Arc::new(At { net: Arc::clone(&net), rank });
         let (plane, handle) = Rank::new(rank, hosts.to_vec(), HEARTBEAT, at, note);
         lock(&net.state).handles.insert(rank, handle.clone());
@@ -261,7 +274,7 @@ impl Net {
             })
             .await
         });
-        Runner { handle, told, task, frozen }
+        Runner { handle, told, news, task, frozen }
     }
 }
 
@@ -270,18 +283,21 @@ struct Listening(Arc<Net>, usize);
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        let handle = lock(&self.0.state).handles.remove(&self.1);
+        let mut state = lock(&self.0.state);
+        let handle = state.handles.remove(&self.1);
+        state.ended.insert(self.1);
+        drop(state);
         drop(handle);
     }
 }
 
 impl Runner {
     /// Ends the process of the rank.
-    pub(super) fn kill(&self) {
+    pub(crate) fn kill(&self) {
         self.task.abort();
     }
 
-    pub(super) fn freeze(&self, is_frozen: bool) {
+    pub(crate) fn freeze(&self, is_frozen: bool) {
         let mut freezer = lock(&self.frozen);
         freezer.is_frozen = is_frozen;
         if let Some(waker) = freezer.waker.take() {
@@ -290,7 +306,7 @@ impl Runner {
     }
 
     /// The ranks that were reported as lost, in order.
-    pub(super) fn lost(&self) -> Vec<usize> {
+    pub(crate) fn lost(&self) -> Vec<usize> {
         let lost = |event: &Event| match event {
             Event::Notice(Notice::Lost { rank, .. }) => Some(*rank),
             _ => None,
@@ -299,7 +315,7 @@ impl Runner {
     }
 
     /// The ranks that have left.
-    pub(super) fn left(&self) -> Vec<usize> {
+    pub(crate) fn left(&self) -> Vec<usize> {
         let left = |event: &Event| match event {
             Event::Notice(Notice::Left { rank, .. }) => Some(*rank),
             _ => None,
