@@ -147,6 +147,21 @@ pub trait Codec: Send + Sync + Debug {
     /// `InvalidArgument` if the record has another length, or contents that no encoder writes.
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()>;
 
+    /// Returns true if [`Codec::encode_part`] works.
+    fn encodes_parts(&self) -> bool {
+        false
+    }
+
+    /// Encodes the elements from number `first` on into their places in a record, as [`Codec::encode`] does. `first`
+    /// must be a multiple of [`PART`], and so must the number of elements, unless they are the last ones of the record.
+    ///
+    /// # Panics
+    /// If the record has fewer elements, or if the codec encodes only whole records.
+    fn encode_part(&self, dtype: DType, elements: &[u8], record: &mut [u8], first: usize) -> Encoded {
+        let _ = (dtype, elements, record, first);
+        unreachable!("{} encodes whole records", self.name());
+    }
+
     /// Returns true if [`Codec::decode_part`] works.
     fn decodes_parts(&self) -> bool {
         false
@@ -162,7 +177,7 @@ pub trait Codec: Send + Sync + Debug {
     }
 }
 
-/// The unit of `first` in [`Codec::decode_part`], in elements.
+/// The unit of `first` in [`Codec::encode_part`] and [`Codec::decode_part`], in elements.
 pub const PART: usize = 4096;
 
 type Make = fn(&mut Options<'_>) -> Result<Arc<dyn Codec>>;

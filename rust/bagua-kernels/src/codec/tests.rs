@@ -206,6 +206,40 @@ fn records_are_a_multiple_of_32_bytes_and_depend_on_their_arguments_alone() {
 
 /// Invariant 2.
 #[test]
+fn parts_of_a_record_have_the_bits_of_the_whole() {
+    let seen: Vec<_> = sets().into_iter().filter(|codec| codec.encodes_parts() || codec.decodes_parts()).collect();
+    assert!(seen.iter().any(|codec| codec.encodes_parts()));
+    for (codec, dtype) in seen.iter().flat_map(|codec| DTYPES.map(|dtype| (codec, dtype))) {
+        for count in [1, 77, PART, 2 * PART + 77, 3 * PART] {
+            let mut given = ordinary(dtype, count);
+            for nan in [false, true] {
+                given[count / 2] = if nan { f32::NAN } else { 0.5 };
+                let given = elements(dtype, &given);
+                let (record, encoded) = record_of(&**codec, dtype, &given, 0);
+                if codec.encodes_parts() {
+                    let mut parts = vec![0xa5; record.len()];
+                    let states: Vec<_> = given
+                        .chunks(PART * dtype.size())
+                        .enumerate()
+                        .map(|(number, part)| codec.encode_part(dtype, part, &mut parts, number * PART))
+                        .collect();
+                    assert_eq!(parts, record, "{codec:?} {count}");
+                    assert_eq!(states.contains(&Encoded::NonFinite), encoded == Encoded::NonFinite);
+                }
+                if codec.decodes_parts() {
+                    let (mut whole, mut parts) = (vec![0xa5; given.len()], vec![0x5a; given.len()]);
+                    codec.decode(dtype, &record, &mut whole).unwrap();
+                    for (number, part) in parts.chunks_mut(PART * dtype.size()).enumerate() {
+                        codec.decode_part(dtype, &record, number * PART, part);
+                    }
+                    assert_eq!(parts, whole, "{codec:?} {count}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn what_is_not_finite_never_becomes_finite() {
     let lanes = [0, 1, 7, 15, 16, 31, 100, 255, 256, 257, 298, 299];
     for codec in sets() {

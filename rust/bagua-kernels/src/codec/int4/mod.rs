@@ -72,4 +72,28 @@ impl Codec for Int4 {
         kernel::decode(Level::best(), dtype, scales, levels, elements);
         Ok(())
     }
+    fn encodes_parts(&self) -> bool {
+        true
+    }
+
+    fn encode_part(&self, dtype: DType, elements: &[u8], record: &mut [u8], first: usize) -> Encoded {
+        let (begin, blocks) = (first / BLOCK, (elements.len() / dtype.size()).div_ceil(BLOCK));
+        let all = record.len() / (SCALE + LEVELS);
+        let (scales, levels) = record.split_at_mut(all * SCALE);
+        // The kernel fills what is behind the last levels with zeros.
+        let end = if begin + blocks == all { levels.len() } else { (begin + blocks) * LEVELS };
+        let scales = &mut scales[begin * SCALE..][..blocks * SCALE];
+        kernel::encode(Level::best(), dtype, elements, scales, &mut levels[begin * LEVELS..end])
+    }
+
+    fn decodes_parts(&self) -> bool {
+        true
+    }
+
+    fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) {
+        let (begin, blocks) = (first / BLOCK, (elements.len() / dtype.size()).div_ceil(BLOCK));
+        let (scales, levels) = record.split_at(record.len() / (SCALE + LEVELS) * SCALE);
+        let scales = &scales[begin * SCALE..][..blocks * SCALE];
+        kernel::decode(Level::best(), dtype, scales, &levels[begin * LEVELS..], elements);
+    }
 }
