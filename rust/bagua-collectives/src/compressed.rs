@@ -200,29 +200,24 @@ fn on_host<E: RecordExchange + ?Sized>(
     if members == 1 || data.is_empty() {
         return Ok(());
     }
-    if let Some(error) = error.as_deref() {
-        compensate(dtype, &mut data[..carried], error, work);
-    }
-    let feedback = error.is_some();
-    match how.codec.exchange() {
-        Exchange::OneShot => one_shot(exchange, cx, (data, exact), how, feedback, work)?,
-        Exchange::TwoShot if total.is_multiple_of(members) => {
-            two_shot(exchange, cx, (data, exact), how, feedback, work)?
-        }
+    let owed = error.as_deref();
+    let finite = match how.codec.exchange() {
+        Exchange::OneShot => one_shot(exchange, cx, (data, exact), how, owed, work)?,
+        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(exchange, cx, (data, exact), how, owed, work)?,
         Exchange::TwoShot => {
             let mut padded = std::mem::take(&mut work.padded);
             padded.clear();
             padded.extend_from_slice(data);
             padded.resize(total.next_multiple_of(members) * size, 0);
-            let outcome = two_shot(exchange, cx, (&mut padded, exact), how, feedback, work);
+            let outcome = two_shot(exchange, cx, (&mut padded, exact), how, owed, work);
             data.copy_from_slice(&padded[..data.len()]);
             work.padded = padded;
-            outcome?;
+            outcome?
         }
-    }
+    };
     data[carried..].fill(0);
     if let Some(error) = error
-        && for_dtype(dtype, IsFinite(&data[..carried]))
+        && finite
     {
         error.copy_from_slice(&work.error);
     }
@@ -258,11 +253,9 @@ pub fn reduce_scatter<E: RecordExchange + ?Sized>(
         result.copy_from_slice(data);
         return Ok(());
     }
-    if let Some(error) = error.as_deref() {
-        compensate(dtype, data, error, work);
-    }
-    scatter(exchange, cx, (data, &mut []), how, error.is_some(), work)?;
-    result.copy_from_slice(&work.mean);
+    scatter(exchange, cx, (data, &mut []), how, error.as_deref(), work)?;
+    let record = work.received.len() / members;
+    combine(cx, how, 0, &records(&work.received, record, record), &mut work.decoded, result)?;
     if let Some(error) = &mut error
         && for_dtype(dtype, IsFinite(result))
         && for_dtype(DType::F32, IsFinite(&work.error))
@@ -272,14 +265,14 @@ pub fn reduce_scatter<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-/// Encodes `data` in one chunk per member, sends record j to member j, and combines this member's chunk of all members
-/// in `work.mean`. With feedback, subtracts from `work.error` what all chunks decode to.
+/// Adds the error memory to `data`, encodes it in one chunk per member, and sends record j to member j. With error
+/// memory, `work.error` then has what encoding lost. Works unit by unit, so that the elements stay in the cache.
 fn scatter<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
-    (data, exact): (&[u8], &mut [u8]),
+    (data, exact): (&mut [u8], &mut [u8]),
     how: &Compression<'_>,
-    feedback: bool,
+    owed: Option<&[u8]>,
     work: &mut Workspace,
 ) -> Result<()> {
     let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
@@ -288,74 +281,99 @@ fn scatter<E: RecordExchange + ?Sized>(
     how.codec.check_count(count)?;
     let encoded = how.codec.record_len(count, dtype);
     let record = encoded + exact.len();
-    resize(work, members * record, members * chunk, chunk);
-    let Workspace { sent, received, decoded, mean, error, scratch, .. } = work;
+    let part = part_of(how.codec.decodes_parts(), dtype, chunk);
+    resize(work, members * record, members * part, owed);
+    let Workspace { sent, received, decoded, error, scratch, .. } = work;
 
     let start = Instant::now();
-    for (j, (elements, record)) in data.chunks(chunk).zip(sent.chunks_mut(record)).enumerate() {
+    for (j, (chunk, record)) in data.chunks_mut(chunk).zip(sent.chunks_mut(record)).enumerate() {
         let how = Compression { draw: how.draw + j as u64, ..*how };
         let (record, behind) = record.split_at_mut(encoded);
         behind.copy_from_slice(exact);
-        encode(cx, &how, elements, record, scratch);
-        if feedback {
-            let decoded = &mut decoded[..chunk];
-            how.codec.decode(dtype, record, decoded)?;
-            for_dtype(dtype, Lose { error: &mut error[errors(how.elements, count, j)], decoded });
+        let mut state = Encoded::Finite;
+        for (first, elements) in units(&how, dtype, chunk) {
+            let place = |begin: usize, bytes: usize| errors(how.elements, j * count + begin, bytes / dtype.size());
+            if let Some(owed) = owed {
+                let place = place(first, elements.len());
+                for_dtype(dtype, Compensate { data: elements, error: &owed[place.clone()], after: &mut error[place] });
+            }
+            encode_unit(&how, dtype, first, elements, record, scratch, &mut state);
+            for at in (0..elements.len()).step_by(part).filter(|_| owed.is_some()) {
+                let first = first + at / dtype.size();
+                let decoded = &mut decoded[..part.min(elements.len() - at)];
+                decode_part(&how, dtype, first, record, decoded)?;
+                for_dtype(dtype, Lose { error: &mut error[place(first, decoded.len())], decoded });
+            }
         }
+        count_nonfinite(cx, state);
     }
     cx.stats.add_encode(start.elapsed());
     exchange.all_to_all(cx, sent.as_slice().into(), received.as_mut_slice().into(), record)?;
-
-    let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
-    combine(cx, how, &records(received, record, encoded), decoded, mean)?;
     add_exact(dtype, received, record, exact);
-    cx.stats.add_encode(start.elapsed());
     Ok(())
 }
 
-/// Returns the byte range of a chunk in the error memory of `elements` elements. The error memory has no padding.
-fn errors(elements: usize, count: usize, chunk: usize) -> Range<usize> {
+/// Returns the byte range of `count` elements from number `first` on in the error memory of `elements` elements. The
+/// error memory has no padding.
+fn errors(elements: usize, first: usize, count: usize) -> Range<usize> {
     let end = elements * ERROR;
-    (chunk * count * ERROR).min(end)..((chunk + 1) * count * ERROR).min(end)
+    (first * ERROR).min(end)..((first + count) * ERROR).min(end)
 }
 
+/// Returns true if the result is finite, or if there is no error memory.
 fn two_shot<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
     (data, exact): (&mut [u8], &mut [u8]),
     how: &Compression<'_>,
-    feedback: bool,
+    owed: Option<&[u8]>,
     work: &mut Workspace,
-) -> Result<()> {
-    scatter(exchange, cx, (data, exact), how, feedback, work)?;
+) -> Result<bool> {
+    scatter(exchange, cx, (data, exact), how, owed, work)?;
     let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let chunk = data.len() / members;
     let count = chunk / dtype.size();
-    let Workspace { sent, mean, error, scratch, .. } = work;
+    let Workspace { sent, received, decoded, mean, error, scratch, .. } = work;
     let record = sent.len() / members;
     let encoded = record - exact.len();
+    let (part, mut finite) = (part_of(how.codec.decodes_parts(), dtype, chunk), true);
 
     let start = Instant::now();
     let own = &mut sent[me * record..][..encoded];
-    encode(cx, how, mean, own, scratch);
-    let mine = &mut data[me * chunk..][..chunk];
-    how.codec.decode(dtype, own, mine)?;
-    if feedback {
-        let error = &mut error[errors(how.elements, count, me)];
-        for_dtype(dtype, LoseMean { error, mean, decoded: mine, times: how.divisor });
+    let mut state = Encoded::Finite;
+    let all = records(received, record, encoded);
+    mean.resize(part_of(how.codec.encodes_parts(), dtype, chunk), 0);
+    for (first, mine) in units(how, dtype, &mut data[me * chunk..][..chunk]) {
+        let mean = &mut mean[..mine.len()];
+        combine(cx, how, first, &all, decoded, mean)?;
+        encode_unit(how, dtype, first, mean, own, scratch, &mut state);
+        for (mine, (number, mean)) in mine.chunks_mut(part).zip(mean.chunks(part).enumerate()) {
+            let first = first + number * PART;
+            decode_part(how, dtype, first, own, mine)?;
+            if owed.is_some() {
+                finite &= for_dtype(dtype, IsFinite(mine));
+                let error = &mut error[errors(how.elements, me * count + first, mine.len() / dtype.size())];
+                for_dtype(dtype, LoseMean { error, mean, decoded: mine, times: how.divisor });
+            }
+        }
     }
+    count_nonfinite(cx, state);
     cx.stats.add_encode(start.elapsed());
     exchange.all_gather(cx, sent.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
     for (j, (elements, record)) in data.chunks_mut(chunk).zip(sent.chunks(record)).enumerate() {
-        if j != me {
-            how.codec.decode(dtype, &record[..encoded], elements)?;
+        if j == me {
+            continue;
+        }
+        for (number, elements) in elements.chunks_mut(part).enumerate() {
+            decode_part(how, dtype, number * PART, &record[..encoded], elements)?;
+            finite &= owed.is_none() || for_dtype(dtype, IsFinite(elements));
         }
     }
     cx.stats.add_encode(start.elapsed());
-    Ok(())
+    Ok(finite)
 }
 
 fn two_shot_on<E: RecordExchange + ?Sized>(
@@ -410,26 +428,30 @@ fn two_shot_on<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
+/// Returns true if the result is finite, or if there is no error memory.
 fn one_shot<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
     (data, exact): (&mut [u8], &mut [u8]),
     how: &Compression<'_>,
-    feedback: bool,
+    owed: Option<&[u8]>,
     work: &mut Workspace,
-) -> Result<()> {
+) -> Result<bool> {
     let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let count = data.len() / dtype.size();
     how.codec.check_count(count)?;
     let encoded = how.codec.record_len(count, dtype);
     let record = encoded + exact.len();
-    resize(work, members * record, members * data.len(), 0);
+    resize(work, members * record, members * data.len(), owed);
     let Workspace { received, decoded, error, scratch, .. } = work;
     let start = Instant::now();
+    if let Some(owed) = owed {
+        for_dtype(dtype, Compensate { data, error: owed, after: error });
+    }
     let (own, behind) = received[me * record..][..record].split_at_mut(encoded);
     behind.copy_from_slice(exact);
-    encode(cx, how, data, own, scratch);
-    if feedback {
+    count_nonfinite(cx, how.codec.encode(dtype, data, own, how.draw, scratch));
+    if owed.is_some() {
         let decoded = &mut decoded[..data.len()];
         how.codec.decode(dtype, own, decoded)?;
         for_dtype(dtype, Lose { error, decoded });
@@ -437,10 +459,12 @@ fn one_shot<E: RecordExchange + ?Sized>(
     cx.stats.add_encode(start.elapsed());
     exchange.all_gather(cx, received.as_mut_slice().into(), record)?;
     let start = Instant::now();
-    combine(cx, how, &records(received, record, encoded), decoded, data)?;
+    let all = records(received, record, encoded);
+    combine(cx, how, 0, &all, decoded, data)?;
     add_exact(dtype, received, record, exact);
     cx.stats.add_encode(start.elapsed());
-    Ok(())
+    let carried = how.elements.min(count) * dtype.size();
+    Ok(owed.is_none() || for_dtype(dtype, IsFinite(&data[..carried])))
 }
 
 fn check_error(bytes: Option<usize>, how: &Compression<'_>) -> Result<()> {
@@ -453,22 +477,56 @@ fn check_error(bytes: Option<usize>, how: &Compression<'_>) -> Result<()> {
     }
 }
 
-/// Adds the error memory to `data`. `work.error` then has the sums before they were rounded.
-fn compensate(dtype: DType, data: &mut [u8], error: &[u8], work: &mut Workspace) {
-    work.error.resize(error.len(), 0);
-    for_dtype(dtype, Compensate { data, error, after: &mut work.error });
-}
-
-/// Resizes the workspace to these numbers of bytes for records, their elements, and the elements' mean.
-fn resize(work: &mut Workspace, records: usize, elements: usize, mean: usize) {
+/// Resizes the workspace to these numbers of bytes for records and decoded elements, and for the new error memory.
+fn resize(work: &mut Workspace, records: usize, decoded: usize, owed: Option<&[u8]>) {
     work.sent.resize(records, 0);
     work.received.resize(records, 0);
-    work.decoded.resize(elements, 0);
-    work.mean.resize(mean, 0);
+    work.decoded.resize(decoded, 0);
+    work.error.resize(owed.map_or(0, <[u8]>::len), 0);
 }
 
-fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &mut [u8], scratch: &mut Scratch) {
-    if how.codec.encode(cx.dtype(), elements, record, how.draw, scratch) == Encoded::NonFinite {
+/// Returns the bytes of a part of a chunk, which is a small part of it if the codec allows `parts`.
+fn part_of(parts: bool, dtype: DType, chunk: usize) -> usize {
+    if parts { (PART * dtype.size()).min(chunk) } else { chunk }
+}
+
+/// Returns the elements that are encoded at once, each with the number of its first element.
+fn units<'a>(how: &Compression<'_>, dtype: DType, chunk: &'a mut [u8]) -> impl Iterator<Item = (usize, &'a mut [u8])> {
+    let bytes = part_of(how.codec.encodes_parts(), dtype, chunk.len());
+    chunk.chunks_mut(bytes).enumerate().map(|(number, elements)| (number * PART, elements))
+}
+
+/// Encodes a unit of a chunk. `state` becomes `NonFinite` if the codec cannot represent the elements.
+fn encode_unit(
+    how: &Compression<'_>,
+    dtype: DType,
+    first: usize,
+    elements: &[u8],
+    record: &mut [u8],
+    scratch: &mut Scratch,
+    state: &mut Encoded,
+) {
+    let encoded = if how.codec.encodes_parts() {
+        how.codec.encode_part(dtype, elements, record, first)
+    } else {
+        how.codec.encode(dtype, elements, record, how.draw, scratch)
+    };
+    if encoded == Encoded::NonFinite {
+        *state = encoded;
+    }
+}
+
+/// Decodes a part of a chunk, from element number `first` on: the whole chunk if the codec does not decode parts.
+fn decode_part(how: &Compression<'_>, dtype: DType, first: usize, record: &[u8], elements: &mut [u8]) -> Result<()> {
+    if how.codec.decodes_parts() {
+        how.codec.decode_part(dtype, record, first, elements);
+        return Ok(());
+    }
+    how.codec.decode(dtype, record, elements)
+}
+
+fn count_nonfinite(cx: &OpContext<'_>, state: Encoded) {
+    if state == Encoded::NonFinite {
         cx.stats.nonfinite_records.fetch_add(1, Relaxed);
     }
 }
@@ -486,31 +544,26 @@ fn add_exact(dtype: DType, received: &[u8], record: usize, exact: &mut [u8]) {
     }
 }
 
-/// Decodes the records of all members for the same elements, adds them in member order in float32, divides, and rounds
-/// once. Works part by part if the codec allows it, so that the decoded elements stay in the cache.
+/// Decodes the same elements, from number `first` on, of the records of all members, adds them in member order in
+/// float32, divides, and rounds once. Works part by part if the codec allows it, so that the decoded elements stay in
+/// the cache.
 fn combine(
     cx: &OpContext<'_>,
     how: &Compression<'_>,
+    first: usize,
     records: &[&[u8]],
     decoded: &mut [u8],
     result: &mut [u8],
 ) -> Result<()> {
     let dtype = cx.dtype();
-    let part = (PART * dtype.size()).min(result.len());
-    if how.codec.decodes_parts() {
-        for (number, result) in result.chunks_mut(part).enumerate() {
-            let decoded = &mut decoded[..records.len() * result.len()];
-            for (elements, record) in decoded.chunks_mut(result.len()).zip(records) {
-                how.codec.decode_part(dtype, record, number * PART, elements);
-            }
-            sum_all(dtype, decoded, result, how.divisor);
+    let part = part_of(how.codec.decodes_parts(), dtype, result.len());
+    for (number, result) in result.chunks_mut(part).enumerate() {
+        let decoded = &mut decoded[..records.len() * result.len()];
+        for (elements, record) in decoded.chunks_mut(result.len()).zip(records) {
+            decode_part(how, dtype, first + number * PART, record, elements)?;
         }
-        return Ok(());
+        sum_all(dtype, decoded, result, how.divisor);
     }
-    for (record, elements) in records.iter().zip(decoded.chunks_mut(result.len())) {
-        how.codec.decode(dtype, record, elements)?;
-    }
-    sum_all(dtype, decoded, result, how.divisor);
     Ok(())
 }
 
