@@ -15,6 +15,9 @@ from bagua.torch_operand import DTYPES
 
 __all__ = ["TensorExchange", "Wire", "codec_of", "sending_device"]
 
+#: The tag of messages between ranks, which a user's messages on the same group do not have.
+TAG = 24_861
+
 
 def codec_of(codec: str | Codec) -> Codec:
     """Returns a codec by its name, or the codec itself. Raises TypeError for other objects."""
@@ -37,6 +40,9 @@ class Wire:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = sending_device(group)
         self._group: Any = group
+        # Messages of gloo arrive where they belong. Its collectives copy, and took 1.7 times as long for 8 MB between
+        # two ranks at 1 Gbit/s, because the ranks often sent one after the other.
+        self._by_messages = "cpu:gloo" in str(dist.get_backend_config(group))
         # Operands of the last operation. A thread of gloo lets go of them late. If it had the last reference, it would
         # need the GIL, and end the process if Python exits meanwhile (github.com/pytorch/pytorch/pull/179291).
         self._operands: tuple[torch.Tensor, ...] = ()
@@ -61,20 +67,48 @@ class Wire:
 
     def all_to_all(self, sent: int, received: int, record: int) -> None:
         """Sends block j at `sent` to rank j, and stores the block from rank i at place i of `received`."""
-        given = self._noted(_bytes(sent, self.size * record).view(self.size, record)).to(self._device)
-        there = torch.empty_like(given)
-        dist.all_to_all_single(there, given, group=self._group)
-        self._operands = there, given
-        _bytes(received, self.size * record).view(self.size, record).copy_(self._without_notes(there.cpu(), record))
+        results = self._records(received, record)
+        given = self._noted(self._records(sent, record)).to(self._device)
+        if self._by_messages:
+            there = self._swap(given, results)
+        else:
+            there = torch.empty_like(given)
+            dist.all_to_all_single(there, given, group=self._group)
+        self._finish(results, there, given)
 
     def all_gather(self, blocks: int, record: int) -> None:
         """Fills the memory at `blocks`, which holds this rank's block, with the blocks of all ranks."""
-        results = _bytes(blocks, self.size * record).view(self.size, record)
-        own = self._noted(results[self.rank :][:1]).to(self._device, copy=True)
-        there = own.new_empty(self.size, own.numel())
-        dist.all_gather_into_tensor(there, own, group=self._group)
-        self._operands = there, own
-        results.copy_(self._without_notes(there.cpu(), record))
+        results = self._records(blocks, record)
+        own = self._noted(results[self.rank :][:1]).to(self._device)
+        if self._by_messages:
+            there = self._swap(own.expand(self.size, -1), results)
+        else:
+            there = own.new_empty(self.size, own.numel())
+            dist.all_gather_into_tensor(there, own.clone(), group=self._group)
+        self._finish(results, there, own)
+
+    def _records(self, address: int, record: int) -> torch.Tensor:
+        return _bytes(address, self.size * record).view(self.size, record)
+
+    def _finish(self, results: torch.Tensor, there: torch.Tensor, given: torch.Tensor) -> None:
+        """Moves what was received to its place."""
+        self._operands = there, given
+        if there is not results:
+            results.copy_(self._without_notes(there.cpu(), results.shape[1]))
+
+    def _swap(self, sent: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
+        """Sends row j of `sent` to rank j. Returns the rows from all ranks, in `results` unless they carry notes."""
+        there = results if sent.shape == results.shape else torch.empty_like(sent)
+        if there is not results:
+            there[self.rank] = sent[self.rank]
+        works = []
+        for distance in range(1, self.size):
+            source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(self._group.recv([there[source]], source, TAG))
+            works.append(self._group.send([sent[to]], to, TAG))
+        for work in works:
+            work.wait()
+        return there
 
     def average(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor by its mean over the ranks."""

@@ -11,9 +11,10 @@ them in float32 in rank order, divides by the number of ranks, and sends the enc
 keep a few elements only (`top_k`, `random_k`, `onebit`) send one record of the whole bucket to all ranks instead.
 Source: Gan et al., VLDB 2021, arXiv:2107.01499.
 
-torch.distributed sends everything, by `all_to_all_single` and `all_gather_into_tensor`. The hook runs these two on a
-process group of its own, on one thread that takes the buckets in their order. DDP's own collectives and other buckets
-cannot come between them on one rank only, which would make ranks wait for each other for ever.
+torch.distributed sends everything: messages between ranks on gloo, `all_to_all_single` and `all_gather_into_tensor` on
+other backends. The hook sends on a process group of its own, on one thread that takes the buckets in their order. DDP's
+own collectives and other buckets cannot come between the two steps on one rank only, which would make ranks wait for
+each other for ever.
 """
 
 # Without `from __future__ import annotations`: torch compares the annotations of a hook with its classes.
