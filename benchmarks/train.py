@@ -15,6 +15,9 @@ backward pass or not. CPU seconds are those of all threads.
 
 The part "backend" compares torch's DDP with itself, on the backend "bagua" and on gloo, whose weights must be equal in
 the end. The ranks of a world have both groups.
+
+The part "weights" compares steps after set_weight() with those of a copy that has no weights. `cost` is the median of
+the ratios of blocks beside each other, less 1. Goal: at most 1 %.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from common import (
 MODELS = ("mlp", "transformer", "batchnorm", "cnn")
 #: Those of the part "backend".
 BACKEND_MODELS = ("mlp", "layers", "cnn")
-PARTS = ("throughput", "memory", "handover", "backend")
+PARTS = ("throughput", "memory", "handover", "backend", "weights")
 #: Samples per rank and step.
 BATCH = {"mlp": 4, "transformer": 4, "batchnorm": 16, "cnn": 16, "layers": 4}
 OURS = "bagua"
@@ -243,6 +246,52 @@ def backend(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier) ->
     dist.destroy_process_group(groups["ddp on bagua"])
 
 
+def weights(options: dict[str, Any], rank: int, ranks: int, barrier: Barrier) -> None:
+    """Trains copies of one model with and without weights; rank 0 writes a row for each algorithm."""
+    import torch
+    import torch.distributed as dist
+
+    from bagua.torch_api import set_weight
+    from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+
+    model, rounds, block = options["model"], int(options["rounds"]), int(options["block"])
+    algorithms: dict[str, Callable[[], Any]] = {
+        "gradient_allreduce": GradientAllReduceAlgorithm,
+        "bytegrad": lambda: ByteGradAlgorithm(False),
+    }
+    for name, make in algorithms.items():
+        plain, weighted = (Trainer("plain", model, rank) for _ in range(2))
+        for trainer in (plain, weighted):
+            trainer.module = trainer.module.with_bagua([trainer.optimizer], make())
+
+        def timed(trainer: Trainer, weighted: Trainer = weighted) -> float:
+            barrier.wait()
+            begun = time.perf_counter()
+            for _ in range(block):
+                if trainer is weighted:
+                    # Equal on all ranks and a power of two, so that gradient_allreduce has the bits of the plain mean.
+                    set_weight(trainer.module, 2.0)
+                trainer.steps(1)
+            return time.perf_counter() - begun
+
+        times = []
+        for number in range(rounds + 1):
+            order = (plain, weighted) if number % 2 else (weighted, plain)
+            found = {trainer: timed(trainer) for trainer in order}
+            times.append((found[plain], found[weighted]))
+        ours, theirs = (trainer.module.state_dict() for trainer in (weighted, plain))
+        if name == "gradient_allreduce" and not all(torch.equal(ours[key], theirs[key]) for key in ours):
+            raise AssertionError(f"rank {rank}: equal weights have changed the parameters of {model}")
+        everyone: list[Any] = [None] * ranks
+        # The first round builds buckets and allocates memory.
+        dist.all_gather_object(everyone, times[1:])
+        if rank == 0:
+            slowest = [[max(way) for way in zip(*of_ranks, strict=True)] for of_ranks in zip(*everyone, strict=True)]
+            cost = statistics.median(with_weight / without for without, with_weight in slowest) - 1
+            step = statistics.median(without for without, _ in slowest) / block
+            write_row(options, {"model": model, "ranks": ranks, "algorithm": name, "step_s": step, "cost": cost})
+
+
 def check_losses(everyone: list[dict[str, list[float]]]) -> None:
     """AssertionError unless the losses of all contenders agree: float32 closely, the bf16 hook roughly."""
     mean = {
@@ -363,7 +412,7 @@ def child(options: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=FileStore(f"{folder}/torch", ranks), rank=rank, world_size=ranks)
     api.init_process_group(FileStore(f"{folder}/ours", ranks), rank, ranks, ranks)
     barrier = Barrier(folder, rank, ranks)
-    parts = {"throughput": throughput, "memory": memory, "handover": handover, "backend": backend}
+    parts = {"throughput": throughput, "memory": memory, "handover": handover, "backend": backend, "weights": weights}
     parts[options["part"]](options, rank, ranks, barrier)
     dist.barrier()
     api.destroy_process_group()
@@ -394,7 +443,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=(*MODELS, "layers"), default=list(MODELS))
     parser.add_argument("--backend-models", nargs="+", choices=BACKEND_MODELS, default=list(BACKEND_MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="blocks of each contender")
@@ -438,6 +487,13 @@ def main() -> None:
             show_backend(found)
             rows += found
         save_if_asked(args, "ddp_backend", rows)
+    if "weights" in args.parts:
+        rows = []
+        for model in args.models:
+            rows += run("weights", model=model, rounds=args.rounds, block=args.block)
+            for row in rows[-2:]:
+                print(f"{model:<12}{row['algorithm']:<20}{row['step_s'] * 1e3:>8.2f} ms, weights {row['cost']:+.2%}")
+        save_if_asked(args, "weights", rows)
     if "memory" in args.parts:
         rows = [run("memory", contender=name)[0] for name in ("plain", OURS, "ddp")]
         for row in rows:
