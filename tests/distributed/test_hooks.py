@@ -209,15 +209,17 @@ def options_of_ddp_change_nothing(pair: Pair) -> None:
         ({"static_graph": True}, {}),
         ({"gradient_as_bucket_view": True}, {}),
         ({}, {"accumulates": True}),
+        ({"static_graph": True, "gradient_as_bucket_view": True, "broadcast_buffers": False}, {}),
     ]
-    for ddp, how in table:
-        for codec, options in (("minmax_u8", {}), ("top_k", {"k": 0.2})):
-            for feedback in (False, True):
-                calls: list[Call] = []
-                model = wrapped(pair.gloo, compressed(codec, options, pair.gloo, feedback), calls, **ddp)
-                train(model, pair.rank, range(STEPS), **how)
-                check_against_oracle(calls, pair, codec, options, feedback)
-                check_equal_on_all_ranks(model, pair)
+    codecs: list[tuple[str, dict[str, Any]]] = [("minmax_u8", {}), ("int4", {}), ("onebit", {}), ("top_k", {"k": 0.2})]
+    for number, (ddp, how) in enumerate(table):
+        for codec, options in codecs:
+            feedback = (number + codecs.index((codec, options))) % 2 == 0
+            calls: list[Call] = []
+            model = wrapped(pair.gloo, compressed(codec, options, pair.gloo, feedback), calls, **ddp)
+            train(model, pair.rank, range(STEPS), **how)
+            check_against_oracle(calls, pair, codec, options, feedback)
+            check_equal_on_all_ranks(model, pair)
 
 
 def ranks_with_fewer_batches_join(pair: Pair) -> None:
