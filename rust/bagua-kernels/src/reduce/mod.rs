@@ -16,7 +16,7 @@ mod avx512;
 mod element;
 mod kernel;
 #[cfg(target_arch = "aarch64")]
-mod neon;
+pub(crate) mod neon;
 #[cfg(test)]
 mod tests;
 mod weight_update;

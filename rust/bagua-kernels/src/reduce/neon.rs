@@ -16,7 +16,7 @@ use super::element::{BLOCK, Element, Fraction, Number, Ordered, element};
 
 /// Eight float32 in two registers. The arithmetic is per element, and the compiler vectorises it.
 #[derive(Clone, Copy)]
-pub(super) struct F32x8([f32; 8]);
+pub(crate) struct F32x8(pub(crate) [f32; 8]);
 
 impl F32x8 {
     #[inline(always)]
@@ -69,7 +69,7 @@ element!(
 );
 
 #[inline(always)]
-fn from_f16(bytes: [u8; 16]) -> F32x8 {
+pub(crate) fn from_f16(bytes: [u8; 16]) -> F32x8 {
     let (lower, upper): (float32x4_t, float32x4_t);
     // SAFETY: every processor of this target has these instructions. They write only the two registers named as
     // outputs. The transmuted types have the same size, and any bits are a valid value.
@@ -87,7 +87,7 @@ fn from_f16(bytes: [u8; 16]) -> F32x8 {
 }
 
 #[inline(always)]
-fn to_f16(values: F32x8) -> [u8; 16] {
+pub(crate) fn to_f16(values: F32x8) -> [u8; 16] {
     let halves: uint16x8_t;
     // SAFETY: as in `from_f16`.
     unsafe {

@@ -5,6 +5,8 @@
 //! fused or reassociated. If an instruction treats NaN or values out of range specially, the function says so or its
 //! callers never pass such values.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 mod vector;
 #[cfg(target_arch = "x86_64")]
@@ -16,8 +18,11 @@ pub(super) use vector::{Kernel, LANES, Lanes};
 /// The instructions that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
-    /// The instructions that every processor of the target has.
+    /// Loops that compilers vectorise, with the instructions that every processor of the target has.
     Portable,
+    /// NEON, which every processor of the target has.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     #[cfg(target_arch = "x86_64")]
     Avx2(x86::Avx2),
     #[cfg(target_arch = "x86_64")]
@@ -37,7 +42,9 @@ impl Level {
             let avx512 = x86::Avx512::new().map(Level::Avx512);
             avx512.into_iter().chain(x86::Avx2::new().map(Level::Avx2))
         };
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        let wide = [Level::Neon].into_iter();
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         let wide = std::iter::empty();
         wide.chain([Level::Portable])
     }
@@ -45,6 +52,8 @@ impl Level {
     pub(super) fn name(self) -> &'static str {
         match self {
             Level::Portable => "portable",
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => "neon",
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
@@ -55,6 +64,8 @@ impl Level {
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             Level::Portable => kernel.run::<Array>(),
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => kernel.run::<neon::Quad>(),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2) => avx2.run(kernel),
             #[cfg(target_arch = "x86_64")]

@@ -52,3 +52,23 @@ pub(in super::super) trait Kernel {
 
     fn run<L: Lanes>(self) -> Self::Output;
 }
+
+/// Implements functions of [`Lanes`] whose bodies are all unsafe for the same reason.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! lanes {
+    ($type:ident { $(fn $name:ident($($argument:ident: $kind:ty),*) -> $result:ty $body:block)* }) => {
+        impl Lanes for $type {
+            $(
+                #[inline(always)]
+                fn $name($($argument: $kind),*) -> $result {
+                    // SAFETY: only kernels use this type, in a function that is compiled with its instructions and that
+                    // a processor without them never enters. Loads and stores access whole arrays, unaligned.
+                    unsafe { $body }
+                }
+            )*
+        }
+    };
+}
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) use lanes;

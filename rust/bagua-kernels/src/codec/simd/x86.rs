@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::{Kernel, Lanes};
+use super::vector::{Kernel, Lanes, lanes};
 
 /// Proof that the processor has AVX2 and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,22 +53,6 @@ fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Wide>()
-}
-
-/// Implements functions of [`Lanes`] whose bodies are all unsafe for the same reason.
-macro_rules! lanes {
-    ($type:ident { $(fn $name:ident($($argument:ident: $kind:ty),*) -> $result:ty $body:block)* }) => {
-        impl Lanes for $type {
-            $(
-                #[inline(always)]
-                fn $name($($argument: $kind),*) -> $result {
-                    // SAFETY: only kernels use this type, in a function that is compiled with its instructions and that
-                    // a processor without them never enters. Loads and stores access whole arrays, unaligned.
-                    unsafe { $body }
-                }
-            )*
-        }
-    };
 }
 
 /// The bit that makes a float32 NaN quiet, as IEEE 754 requires after a conversion.
