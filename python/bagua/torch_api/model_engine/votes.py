@@ -13,8 +13,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from ..bucket_memory import factor_for
 
 _VOTE = struct.Struct("<dI")
 
@@ -115,7 +118,9 @@ def divide(tensors: list[torch.Tensor], divisor: float) -> None:
     if divisor == 0 and tensors:
         torch._foreach_zero_(tensors)
     elif divisor != 1 and tensors:
-        torch._foreach_div_(tensors, divisor)
+        is_float32 = all(tensor.dtype is torch.float32 and not tensor.is_cuda for tensor in tensors)
+        operand: Any = factor_for(divisor, torch.float32) if is_float32 else divisor
+        torch._foreach_div_(tensors, operand)
 
 
 def checked_names(names: Sequence[str]) -> tuple[str, ...]:
