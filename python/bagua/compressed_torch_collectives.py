@@ -79,12 +79,13 @@ class Wire:
     def all_gather(self, blocks: int, record: int) -> None:
         """Fills the memory at `blocks`, which holds this rank's block, with the blocks of all ranks."""
         results = self._records(blocks, record)
-        own = self._noted(results[self.rank :][:1]).to(self._device)
+        own = self._noted(results[self.rank :][:1])
         if self._by_messages:
             there = self._swap(own.expand(self.size, -1), results)
         else:
+            own = own.to(self._device, copy=True)
             there = own.new_empty(self.size, own.numel())
-            dist.all_gather_into_tensor(there, own.clone(), group=self._group)
+            dist.all_gather_into_tensor(there, own, group=self._group)
         self._finish(results, there, own)
 
     def _records(self, address: int, record: int) -> torch.Tensor:
@@ -101,13 +102,17 @@ class Wire:
         there = results if sent.shape == results.shape else torch.empty_like(sent)
         if there is not results:
             there[self.rank] = sent[self.rank]
-        works = []
-        for distance in range(1, self.size):
-            source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(self._group.recv([there[source]], source, TAG))
-            works.append(self._group.send([sent[to]], to, TAG))
-        for work in works:
-            work.wait()
+        works: list[Any] = []
+        try:
+            for distance in range(1, self.size):
+                source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+                works.append(self._group.recv([there[source]], source, TAG))
+                works.append(self._group.send([sent[to]], to, TAG))
+            while works:
+                works.pop().wait()
+        finally:
+            # After an error, a traceback must not keep the other receives, which write into memory that may be freed.
+            works.clear()
         return there
 
     def average(self, tensor: torch.Tensor) -> None:
