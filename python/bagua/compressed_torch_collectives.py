@@ -40,9 +40,9 @@ class Wire:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = sending_device(group)
         self._group: Any = group
-        # Messages of gloo arrive where they belong. Its collectives copy, and took 1.7 times as long for 8 MB between
-        # two ranks at 1 Gbit/s, because the ranks often sent one after the other.
-        self._by_messages = "cpu:gloo" in str(dist.get_backend_config(group))
+        #: True if records are sent as messages. Those of gloo arrive where they belong. Its collectives copy, and took
+        #: 1.7 times as long for 8 MB between two ranks at 1 Gbit/s, because the ranks often sent one after the other.
+        self.by_messages = "cpu:gloo" in str(dist.get_backend_config(group))
         # Operands of the last operation. A thread of gloo lets go of them late. If it had the last reference, it would
         # need the GIL, and end the process if Python exits meanwhile (github.com/pytorch/pytorch/pull/179291).
         self._operands: tuple[torch.Tensor, ...] = ()
@@ -69,7 +69,7 @@ class Wire:
         """Sends block j at `sent` to rank j, and stores the block from rank i at place i of `received`."""
         results = self._records(received, record)
         given = self._noted(self._records(sent, record)).to(self._device)
-        if self._by_messages:
+        if self.by_messages:
             there = self._swap(given, results)
         else:
             there = torch.empty_like(given)
@@ -80,7 +80,7 @@ class Wire:
         """Fills the memory at `blocks`, which holds this rank's block, with the blocks of all ranks."""
         results = self._records(blocks, record)
         own = self._noted(results[self.rank :][:1])
-        if self._by_messages:
+        if self.by_messages:
             there = self._swap(own.expand(self.size, -1), results)
         else:
             own = own.to(self._device, copy=True)

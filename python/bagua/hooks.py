@@ -12,9 +12,9 @@ keep a few elements only (`top_k`, `random_k`, `onebit`) send one record of the 
 Source: Gan et al., VLDB 2021, arXiv:2107.01499.
 
 torch.distributed sends everything: messages between ranks on gloo, `all_to_all_single` and `all_gather_into_tensor` on
-other backends. The hook sends on a process group of its own, on one thread that takes the buckets in their order. DDP's
-own collectives and other buckets cannot come between the two steps on one rank only, which would make ranks wait for
-each other for ever.
+other backends. The hook sends on process groups of its own, with a thread for each that takes its buckets in their
+order. DDP's own collectives and other buckets cannot come between the two steps on one rank only, which would make
+ranks wait for each other for ever.
 """
 
 # Without `from __future__ import annotations`: torch compares the annotations of a hook with its classes.
@@ -105,7 +105,7 @@ class CompressedState:
         that is resumed, with any number of ranks.
         """
         if self.error_feedback and self._memory.buckets:
-            wire = self._started().exchange.wire
+            wire = self._started().exchanges[0].wire
             for errors in self._memory.buckets.values():
                 wire.average(errors)
 
@@ -122,7 +122,7 @@ class CompressedState:
         error = self._memory.error_of(bucket) if self.error_feedback else None
         call = self._calls.get(bucket.index(), 0)
         self._calls[bucket.index()] = call + 1
-        return sender.begin_all_reduce(buffer, call, error, self.weight)
+        return sender.begin_all_reduce(bucket.index(), buffer, call, error, self.weight)
 
 
 def compressed_hook(state: CompressedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -211,20 +211,27 @@ class _ErrorMemory:
 
 
 class _Sender:
-    """Reduces buckets one after the other, on a thread of its own."""
+    """Reduces buckets, on gloo two at the same time: while one is sent, the other is encoded or decoded.
+
+    Each of the two has a thread and a process group, and takes the buckets of even or of odd indices. So each group has
+    the same buckets in the same order on all ranks.
+    """
 
     def __init__(self, given: dist.ProcessGroup | None, codec: Codec) -> None:
-        self.exchange = TensorExchange(codec, _own_group(given))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bagua-hook")
+        self.exchanges = [TensorExchange(codec, _own_group(given))]
+        if self.exchanges[0].wire.by_messages:
+            self.exchanges.append(TensorExchange(codec, _own_group(given)))
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="bagua-hook") for _ in self.exchanges]
         # The first error. After it, the ranks may no longer be at the same bucket.
         self._failure: BaseException | None = None
 
     def begin_all_reduce(
-        self, buffer: torch.Tensor, call: int, error: torch.Tensor | None, weight: float | None
+        self, index: int, buffer: torch.Tensor, call: int, error: torch.Tensor | None, weight: float | None
     ) -> torch.futures.Future[torch.Tensor]:
-        """Returns a future of the buffer with the mean."""
+        """Returns a future of the buffer of bucket `index` with the mean."""
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
         begins: torch.futures.Future[None] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        line = index % len(self.exchanges)
 
         def reduce(_: Any) -> torch.Tensor:
             if self._failure is not None:
@@ -232,7 +239,7 @@ class _Sender:
             try:
                 # On a device, the copies follow the gradients, and DDP's next work follows the copies.
                 with torch.cuda.stream(stream):
-                    total = self.exchange.all_reduce(buffer, call=call, error=error, weight=weight)
+                    total = self.exchanges[line].all_reduce(buffer, call=call, error=error, weight=weight)
             except BaseException as failure:
                 self._failure = failure
                 raise
@@ -242,7 +249,7 @@ class _Sender:
 
         # DDP's C++ code raises what a `then` has raised, but not what `set_exception` was given.
         result = begins.then(reduce)
-        self._thread.submit(begins.set_result, None)
+        self._threads[line].submit(begins.set_result, None)
         return result
 
 

@@ -120,10 +120,12 @@ def recording(model: nn.Module, calls: list[Call]) -> Callable[..., torch.future
     def hook(state: CompressedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         parameters = bucket.parameters()
         found = [places[id(each)] for each in parameters], [each.numel() for each in parameters]
-        index, given = bucket.index(), bucket.buffer().clone()
+        # Results may come in another order on each rank.
+        call, number = Call(bucket.index(), *found, bucket.buffer().clone(), torch.empty(0)), len(calls)
+        calls.append(call)
 
         def kept(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            calls.append(Call(index, *found, given, future.value().clone()))
+            calls[number] = call._replace(result=future.value().clone())
             return future.value()
 
         return compressed_hook(state, bucket).then(kept)
@@ -280,7 +282,7 @@ def a_state_that_does_not_fit_is_refused(pair: Pair) -> None:
             train(wrapped(pair.gloo, again), pair.rank, range(1))
 
 
-def the_thread_ends_with_the_model(pair: Pair) -> None:
+def the_threads_end_with_the_model(pair: Pair) -> None:
     def hook_threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("bagua-hook")]
 
@@ -290,9 +292,9 @@ def the_thread_ends_with_the_model(pair: Pair) -> None:
     try:
         model = wrapped(pair.gloo, CompressedState(process_group=pair.gloo))
         train(model, pair.rank, range(1))
-        assert len(hook_threads()) == 1
+        assert len(hook_threads()) == 2
         del model
-        until(lambda: not hook_threads(), "the thread ends")
+        until(lambda: not hook_threads(), "the threads end")
     finally:
         gc.enable()
 
