@@ -204,7 +204,9 @@ class CloseStream(Fault):
 
     def strike(self, stage: RunningCell) -> float:
         cell = stage.cell
-        pairs = [(cell.victim, (cell.victim + 1) % cell.ranks)]
+        # The coordinator has a control connection to every rank. Streams are there between ranks that exchange data.
+        following = (cell.victim + 1) % cell.ranks
+        pairs = [(cell.victim, 0 if cell.transport == "shm" and cell.victim else following)]
         if cell.transport == "hier":
             one, other = cell.hosts[:2]
             # The second has a connection in a world where not every two ranks have one.

@@ -17,6 +17,9 @@ pub const LEAVING: &str = "this rank left the group";
 /// Reason of `PeerLost` for a peer that left the group in an orderly way.
 pub const LEFT: &str = "it left the group";
 
+/// Start of the reason of `PeerLost` for a peer that lives, if only the connection to it broke.
+pub const BROKEN_LINE: &str = "the connection between ranks";
+
 /// Function that asks the control plane about a world rank. The control plane calls the second argument once, with true
 /// if the rank lives, after it has recorded everything that it knows of the rank.
 type Ask = Box<dyn Fn(usize, Box<dyn FnOnce(bool) + Send>) + Send + Sync>;
@@ -296,7 +299,7 @@ impl GroupHealth {
         let (own, peer) = (self.world_ranks[self.rank], self.world_ranks[rank]);
         let reason = match lives {
             _ if self.has_departed(rank) => LEFT.to_owned(),
-            true => format!("the connection between ranks {own} and {peer} broke, and both live ({how})"),
+            true => format!("{BROKEN_LINE} {own} and {peer} broke, and both live ({how})"),
             false => how.to_owned(),
         };
         self.cause().unwrap_or_else(|| self.peer_lost(rank, reason).caused_by(source))

@@ -31,7 +31,8 @@
 //! 6. **Cause.** A rank whose data connection to another broke asks the coordinator why ([`rank::Handle::ask`]). The
 //!    coordinator sends that rank a `Ping` and waits for its `Pong`. Either it comes, after everything the rank had to
 //!    say; or the rank is lost or leaves, and the notice comes before the answer. If both ranks live, the error names
-//!    the connection between them.
+//!    the connection between them. If such a connection keeps a view from being built, the higher of the two ranks gives
+//!    way: it reports itself as lost.
 //! 7. **Two halves.** Ranks that cannot reach each other each find the others lost. The quorum of the agreement on the
 //!    next view lets at most one half go on; this module does not decide that. A rank that is lost for the others and
 //!    comes back is told so.

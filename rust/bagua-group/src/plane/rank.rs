@@ -662,8 +662,10 @@ impl<N: Network> Rank<N> {
             }
             return;
         }
-        if let Notice::Lost { rank, .. } = notice
+        // A rank that reports itself gives way to others.
+        if let Notice::Lost { rank, by, .. } = notice
             && from != self.me
+            && rank != by
         {
             if Some(rank) == self.parent() {
                 return self.doubts.push((from, Instant::now(), notice));

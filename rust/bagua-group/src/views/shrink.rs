@@ -16,7 +16,7 @@ use super::action::{Action, Outcome};
 use super::agreement::{Agreement, Gone, Quorum};
 use super::message::{Endpoint, RANKS_LIMIT};
 use crate::error::{Error, Progress, Result};
-use crate::health::GroupHealth;
+use crate::health::{BROKEN_LINE, GroupHealth};
 use crate::wait::{Deadline, SLICE, lock, slice_among, wait_on_for};
 
 /// Time after which a rank repeats a message that may have been lost with a rank that passed it on.
@@ -339,6 +339,9 @@ where
                 Built { entered: None, error: Some(Error::other("the thread that builds a view panicked")) }
             }
         };
+        if let Some(error) = &error {
+            self.give_way(error, &building.members);
+        }
         self.building = None;
         let was_entered = entered.is_some();
         self.built = entered;
@@ -348,6 +351,18 @@ where
                 self.agreement.failed(was_entered, &error.to_string(), out);
                 *last_error = Some(error);
             }
+        }
+    }
+
+    /// Reports this rank as lost if the view could not be built because the connection between this rank and a lower one
+    /// broke. The control plane cannot know which of the two has to go, because it reaches both.
+    fn give_way(&self, error: &Error, members: &[usize]) {
+        let own = self.plane.config.rank;
+        if let Error::PeerLost { rank, noticed_by, reason, .. } = error
+            && reason.starts_with(BROKEN_LINE)
+            && members.get(*rank.max(noticed_by)) == Some(&own)
+        {
+            self.plane.publish(Notice::Lost { rank: own, by: own, ended: false, reason: reason.clone() });
         }
     }
 
