@@ -13,7 +13,7 @@ pub(in super::super) const COUNT_LIMIT: usize = 4096;
 /// The state of a rank of the job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobStatus {
-    /// Its rank.
+    /// Rank of the member.
     #[serde(with = "rank")]
     pub rank: usize,
     /// Distinguishes its process from others of the same rank.
@@ -33,10 +33,10 @@ pub struct JoinRequest {
     pub model: String,
     /// Digest of what must be equal on all ranks.
     pub digest: [u8; 32],
-    /// Where the joining rank's own server listens.
+    /// The address at which the joining rank's own server listens.
     #[serde(with = "socket")]
     pub server: SocketAddr,
-    /// It was in the averaging before, and its weights count as they are.
+    /// True if the rank was in the averaging before, so that its weights count as they are.
     pub returns: bool,
 }
 

@@ -44,9 +44,9 @@ pub struct JoinServer {
     address: SocketAddr,
 }
 
-/// What the connections of the server share.
+/// State that the connections of the server share.
 struct JoinService {
-    /// Of groups that this process joins later; rank and size are those of the job.
+    /// The parameters of groups that this process joins later. Rank and size are those of the job.
     config: Config,
     owner: OwnerProcess,
     key: Key,
@@ -60,13 +60,13 @@ struct JoinService {
     state: Mutex<KnownJob>,
 }
 
-/// What this rank knows of the job.
+/// The state of the job, as far as this rank knows it.
 #[derive(Default)]
 struct KnownJob {
     in_job: bool,
     /// By name.
     models: HashMap<String, Model>,
-    /// Where the servers of other ranks listen, as far as this one knows.
+    /// The addresses at which the servers of other ranks listen, as far as this rank knows them.
     servers: HashMap<usize, SocketAddr>,
 }
 
@@ -115,7 +115,7 @@ impl JoinServer {
         Ok(JoinServer { _server: server, shared, address })
     }
 
-    /// Where it listens.
+    /// Returns the address at which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -145,7 +145,7 @@ impl JoinServer {
         lock(&self.shared.state).servers.insert(rank, at);
     }
 
-    /// Where the servers of other ranks listen, as far as this one knows, by rank.
+    /// Returns the addresses at which the servers of other ranks listen, by rank, as far as this rank knows them.
     pub fn servers(&self) -> Vec<(usize, SocketAddr)> {
         let mut servers: Vec<_> = lock(&self.shared.state).servers.iter().map(|(rank, at)| (*rank, *at)).collect();
         servers.sort_unstable();

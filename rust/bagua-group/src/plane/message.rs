@@ -147,6 +147,8 @@ pub(in super::super) struct Routed {
     pub(in super::super) to: Vec<usize>,
     /// The content.
     pub(in super::super) body: Body,
+    /// True if the message comes from the coordinator, on its way down.
+    pub(in super::super) is_down: bool,
 }
 
 /// Content of a [`Routed`] message.

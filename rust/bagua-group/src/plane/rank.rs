@@ -389,7 +389,7 @@ impl<N: Network> Rank<N> {
                 }
             }
             Input::Tell(notice) => self.tell(self.me, notice),
-            Input::Send { to, body } => self.route(Routed { from: self.me, to, body }),
+            Input::Send { to, body } => self.route(Routed { from: self.me, to, body, is_down: false }),
             Input::Ask { about, answered } => self.ask(about, answered),
             Input::Leave { moved } => {
                 self.leaving = Some(moved);
@@ -647,6 +647,7 @@ impl<N: Network> Rank<N> {
         if let Some(apart) = &self.complete {
             link.send(&Message::Complete { apart: apart.clone() });
         }
+        self.route_held();
     }
 
     /// Passes on what all ranks must be told, by this rank or one below it.
@@ -770,9 +771,19 @@ impl<N: Network> Rank<N> {
         }
     }
 
-    /// Delivers a message, or passes it on.
+    /// Delivers a message, or passes it on. On the way up it goes to the coordinator, also if its receiver is below this
+    /// rank. So it does not overtake what its sender has told all before.
     fn route(&mut self, routed: Routed) {
-        let Routed { from, to, body } = routed;
+        let Routed { from, to, body, is_down } = routed;
+        if let Some(parent) = self.parent().filter(|_| !is_down) {
+            let routed = Routed { from, to, body, is_down };
+            if self.attached_to == Some(parent) {
+                self.send(parent, &Message::Routed(routed));
+            } else {
+                self.held.push(routed);
+            }
+            return;
+        }
         if let Body::Lives(question) = &body {
             self.questions.retain(|known| known != question);
         }
@@ -790,25 +801,25 @@ impl<N: Network> Rank<N> {
             }
         }
         for (hop, to) in hops {
-            self.send(hop, &Message::Routed(Routed { from, to, body: body.clone() }));
+            self.send(hop, &Message::Routed(Routed { from, to, body: body.clone(), is_down: true }));
         }
         if !waiting.is_empty() {
-            self.held.push(Routed { from, to: waiting, body });
+            // If these ranks have another parent by now, the coordinator knows the way.
+            let is_down = waiting.iter().any(|rank| self.tree.parents(*rank)[0] == Some(self.me));
+            self.held.push(Routed { from, to: waiting, body, is_down });
         }
     }
 
-    /// The linked rank to which messages for a rank go.
+    /// The linked rank below this one to which messages for a rank go. An idle link does not count.
     fn hop(&self, to: usize) -> Option<usize> {
-        let is_linked = |rank: &usize| self.links.contains_key(rank);
-        let direct = Some(to).filter(is_linked).filter(|to| *to > self.me);
+        let is_attached = |rank: &usize| *rank > self.me && self.links.get(rank).is_some_and(|link| link.is_attached);
         let below = || {
             // A rank that leaves is not in the tree, but its link to the lowest rank of its host is still there.
             let head = (0..self.hosts.len()).find(|r| self.hosts[*r] == self.hosts[to] && self.log.is_present(*r));
-            let of_tree = self.tree.parents(to)[0].or(head).filter(is_linked);
-            of_tree.filter(|child| *child > self.me && self.tree.parents(*child)[0] == Some(self.me))
+            let of_tree = self.tree.parents(to)[0].or(head).filter(is_attached);
+            of_tree.filter(|child| self.tree.parents(*child)[0] == Some(self.me))
         };
-        let parent = || self.parent().filter(|parent| self.attached_to == Some(*parent)).filter(is_linked);
-        direct.or_else(below).or_else(parent)
+        Some(to).filter(is_attached).or_else(below)
     }
 
     fn route_held(&mut self) {
@@ -822,7 +833,7 @@ impl<N: Network> Rank<N> {
             Body::LeftGroup { .. } | Body::View(_) => (self.on_event)(Event::Deliver(from, body.clone())),
             Body::Ack => self.is_acknowledged |= self.leaving.is_some(),
             Body::Ping(question) => {
-                self.route(Routed { from: self.me, to: vec![from], body: Body::Pong(*question) });
+                self.route(Routed { from: self.me, to: vec![from], body: Body::Pong(*question), is_down: false });
             }
             Body::Pong(question) => {
                 let before = self.questions.len();
@@ -866,13 +877,18 @@ impl<N: Network> Rank<N> {
             None if question.about == self.me => self.answer_that_it_lives(question),
             None => {
                 self.questions.push(question);
-                self.route(Routed { from: self.me, to: vec![question.about], body: Body::Ping(question) });
+                self.route(Routed {
+                    from: self.me,
+                    to: vec![question.about],
+                    body: Body::Ping(question),
+                    is_down: false,
+                });
             }
         }
     }
 
     fn answer_that_it_lives(&mut self, question: Question) {
-        self.route(Routed { from: self.me, to: vec![question.from], body: Body::Lives(question) });
+        self.route(Routed { from: self.me, to: vec![question.from], body: Body::Lives(question), is_down: false });
     }
 
     /// Does what is due after a batch of inputs.
@@ -967,7 +983,7 @@ impl<N: Network> Rank<N> {
                 self.leavers.push((rank, of));
             } else if rank != self.me && self.hop(rank).is_some() {
                 // A rank without a link says again that it leaves when it has one.
-                self.route(Routed { from: self.me, to: vec![rank], body: Body::Ack });
+                self.route(Routed { from: self.me, to: vec![rank], body: Body::Ack, is_down: false });
             }
         }
         // The last one to leave: the others would have to ask the next coordinator.

@@ -139,7 +139,7 @@ fn control_messages() -> Vec<Message> {
     let bodies = [Body::LeftGroup { group: 9 }, Body::Ack].into_iter();
     let bodies = bodies.chain([Body::Ping, Body::Pong, Body::Lives].map(|body| body(question)));
     let bodies = bodies.chain(view_messages().into_iter().map(Body::View));
-    let routed = bodies.map(|body| Message::Routed(Routed { from: 1, to: vec![0, 2, 300], body }));
+    let routed = bodies.map(|body| Message::Routed(Routed { from: 1, to: vec![0, 2, 300], body, is_down: true }));
     plain.into_iter().chain(notices.into_iter().chain(fails).map(Message::Tell)).chain(routed).collect()
 }
 

@@ -492,7 +492,8 @@ mod tests {
         let gone = all().into_iter().map(|rank| GoneRank { rank, ended: true }).collect();
         let view = super::super::super::wire::VIEWS_LIMIT;
         let endpoint = Endpoint { port: u16::MAX, unix: true };
-        let routed = |body| Message::Routed(Routed { from: RANKS_LIMIT, to: all(), body: Body::View(body) });
+        let routed =
+            |body| Message::Routed(Routed { from: RANKS_LIMIT, to: all(), body: Body::View(body), is_down: true });
         let notice = |message| {
             let notice = Notice::View { from: RANKS_LIMIT, message };
             Message::notices(RANKS_LIMIT, u64::MAX, &[notice]).remove(0)

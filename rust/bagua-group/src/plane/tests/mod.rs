@@ -330,6 +330,27 @@ async fn ranks_that_die_together_with_the_coordinator_are_known_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_message_does_not_overtake_what_its_sender_has_told_all_before() {
+    for size in [3, 8, 160] {
+        for who in [0, 1, 2, size - 1] {
+            for seed in 0..if size < 100 { 10 } else { 1 } {
+                let world = World::joined(size, seed).await;
+                world.ranks[who].handle.tell(failed("the cause"));
+                world.ranks[who].handle.send((0..size).collect(), Body::LeftGroup { group: 7 });
+                sleep(Duration::from_secs(1)).await;
+                for (rank, runner) in world.ranks.iter().enumerate().filter(|(rank, _)| *rank != who) {
+                    let told = lock(&runner.told);
+                    let at = |event: &Event| told.iter().position(|(_, known)| known == event);
+                    let cause = at(&Event::Notice(failed("the cause")));
+                    let message = at(&Event::Deliver(who, Body::LeftGroup { group: 7 }));
+                    assert!(cause.is_some() && cause < message, "{rank} of {size}, from {who}: {cause:?}, {message:?}");
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn every_rank_learns_of_a_failure_before_it_learns_that_others_leave() {
     for size in [3, 8, 24] {
         for seed in 0..20 {

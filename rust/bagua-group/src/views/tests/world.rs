@@ -41,7 +41,7 @@ struct Build {
     gave_up: BTreeSet<usize>,
 }
 
-/// What the ranks share besides their control connections.
+/// State that the ranks share besides their control connections.
 struct Board {
     state: Mutex<State>,
     changed: watch::Sender<()>,
