@@ -323,7 +323,8 @@ impl<N: Network> Rank<N> {
             self.settle();
             if self.leaving.is_some() {
                 let limit = *limit.get_or_insert_with(|| Instant::now() + self.timeout * LEAVING);
-                if self.is_acknowledged || Instant::now() >= limit {
+                // If the others go on without this rank, they wait for nothing from it.
+                if self.is_acknowledged || self.is_excluded() || Instant::now() >= limit {
                     self.close(limit).await;
                     return self.is_acknowledged;
                 }

@@ -330,6 +330,23 @@ async fn ranks_that_die_together_with_the_coordinator_are_known_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_rank_that_the_others_have_given_up_leaves_at_once_when_it_continues() {
+    for size in [2, 3, 8] {
+        let who = size - 1;
+        let mut world = World::joined(size, 3).await;
+        world.inflict(Freeze, who);
+        sleep(FOUND).await;
+        world.assert_lost(&[who], &[who], "frozen");
+        world.ranks[who].freeze(false);
+        sleep(Duration::from_secs(2)).await;
+        assert!(world.ranks[who].handle.status(|status| status.excluded_by.is_some()), "{size}");
+        world.ranks[who].handle.leave(false);
+        let left = timeout(Duration::from_millis(100), &mut world.ranks[who].task).await;
+        assert!(left.is_ok(), "{size}: it waits for the others");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_message_does_not_overtake_what_its_sender_has_told_all_before() {
     for size in [3, 8, 160] {
         for who in [0, 1, 2, size - 1] {
