@@ -279,7 +279,6 @@ fn depart(entry: &Entry, rank: usize) {
 mod tests {
     use std::cell::Cell;
     use std::net::{TcpListener, TcpStream};
-    use std::time::Duration;
 
     use super::super::super::TransportChoice;
     use super::super::super::config::Config;
@@ -296,21 +295,6 @@ mod tests {
         while ours.write(&[0; 1 << 16]).is_ok() {}
         ours.set_nonblocking(false).unwrap();
         (ours, theirs)
-    }
-
-    #[test]
-    fn the_kernel_gives_up_a_line_after_the_heartbeat_timeout() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        for (heartbeat, expected) in [(5, 5), (120, 120), (1 << 32, i32::MAX as u64 / 1000)] {
-            let heartbeat_timeout = Duration::from_secs(heartbeat);
-            let config = Config { transport: TransportChoice::Tcp, heartbeat_timeout, ..Config::new(0, 2) };
-            let plane = Plane::new(config, OwnerProcess::current(), None);
-            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let copy = stream.try_clone().unwrap();
-            let _transport = plane.transport(Socket::Tcp(stream), 7, Purpose::Stream).unwrap();
-            let millis = rustix::net::sockopt::tcp_user_timeout(&copy).unwrap();
-            assert_eq!(u64::from(millis) / 1000, expected);
-        }
     }
 
     #[test]

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use super::super::config::Config;
 use super::super::connection::Socket;
 use super::super::handshake::Purpose;
-use crate::platform::{limit_unacknowledged, unsent};
+use super::shared::Plane;
+use crate::platform::{is_in_flight, unsent};
 use crate::transport::Transport;
 use crate::wait::lock;
 
@@ -19,12 +20,63 @@ const LONGEST_FLUSH: Duration = Duration::from_secs(30);
 /// How long a leaving rank waits for its last bytes while the peers acknowledge none: a lossy line takes long.
 const STALLED: Duration = Duration::from_secs(1);
 
+/// How many times a broken line is looked for in the heartbeat timeout.
+const LOOKS: u32 = 5;
+
+/// The longest time between two looks.
+const LONGEST_PERIOD: Duration = Duration::from_secs(1);
+
 /// A connection of a lane or of messages.
 struct OpenStream {
     group: u64,
     purpose: Purpose,
     /// Dangling when it is closed.
     stream: Weak<TcpStream>,
+    line: Line,
+}
+
+/// The acknowledgements on a connection. There may be no heartbeats between its two ranks, so this finds a broken line.
+/// TCP_USER_TIMEOUT cannot do that: it also closes a connection whose peer reads nothing for so long, because the peer
+/// computes.
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    /// Number of bytes that the peer's kernel had not acknowledged at the last look.
+    unacknowledged: usize,
+    /// When that number last changed, or nothing was in flight.
+    since: Instant,
+}
+
+impl Line {
+    /// Notes the state of the connection. Returns true if packets have been in flight for longer than `timeout`, in which
+    /// this process ran, and none was acknowledged.
+    fn is_broken(
+        &mut self,
+        unacknowledged: usize,
+        is_in_flight: bool,
+        timeout: Duration,
+        late: Duration,
+        now: Instant,
+    ) -> bool {
+        self.since = (self.since + late).min(now);
+        if !is_in_flight || unacknowledged != self.unacknowledged {
+            *self = Line { unacknowledged, since: now };
+        }
+        now - self.since > timeout
+    }
+}
+
+/// Looks for broken lines, until this rank leaves.
+pub(super) async fn watch(plane: Arc<Plane>) {
+    let timeout = plane.config.heartbeat_timeout;
+    let period = (timeout / LOOKS).min(LONGEST_PERIOD);
+    let mut looked = Instant::now();
+    while !plane.has_left() {
+        tokio::time::sleep(period).await;
+        let now = Instant::now();
+        let late = now.saturating_duration_since(looked).saturating_sub(period);
+        looked = now;
+        plane.streams.end_broken(timeout, late, now);
+    }
 }
 
 /// The connections of the lanes and messages of all groups of a rank.
@@ -62,19 +114,24 @@ impl OpenStreams {
         group: u64,
         purpose: Purpose,
     ) -> io::Result<Box<dyn Transport>> {
-        let mut connected = None;
-        let transport = socket.into_transport(config.transport, |stream| {
+        socket.into_transport(config.transport, |stream| {
             let mut streams = lock(&self.0);
             streams.retain(|open| open.stream.strong_count() > 0);
-            streams.push(OpenStream { group, purpose, stream: Arc::downgrade(stream) });
-            connected = Some(Arc::clone(stream));
-        })?;
-        // Two ranks may have no control connection, and so no heartbeats, between them. The kernel finds a cut line as
-        // soon as heartbeats would.
-        if let Some(stream) = connected {
-            limit_unacknowledged(&stream, config.heartbeat_timeout)?;
+            let line = Line { unacknowledged: 0, since: Instant::now() };
+            streams.push(OpenStream { group, purpose, stream: Arc::downgrade(stream), line });
+        })
+    }
+
+    /// Closes the streams whose line is broken. `late`: how long this process has not run since the last call.
+    fn end_broken(&self, timeout: Duration, late: Duration, now: Instant) {
+        for OpenStream { stream, line, .. } in lock(&self.0).iter_mut() {
+            let Some(stream) = stream.upgrade() else { continue };
+            let (Some(left), Some(is_in_flight)) = (unsent(&stream), is_in_flight(&stream)) else { continue };
+            if line.is_broken(left, is_in_flight, timeout, late, now) {
+                // The operation on it ends, and asks the coordinator why.
+                let _ = stream.shutdown(Shutdown::Both);
+            }
         }
-        Ok(transport)
     }
 
     /// See [`Plane::flush`](super::Plane::flush). `failed`: the groups that have failed.
@@ -112,6 +169,22 @@ pub(super) fn end(streams: &[Weak<TcpStream>]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_is_broken_if_packets_in_flight_are_not_acknowledged_and_a_peer_that_reads_nothing_breaks_none() {
+        let (begun, second) = (Instant::now(), Duration::from_secs(1));
+        // Seconds, bytes, in flight, time in which this process did not run.
+        let broken_at = |looks: &[(u32, usize, bool, u32)]| {
+            let mut line = Line { unacknowledged: 0, since: begun };
+            looks.iter().position(|(at, bytes, is_in_flight, late)| {
+                line.is_broken(*bytes, *is_in_flight, 3 * second, *late * second, begun + *at * second)
+            })
+        };
+        assert_eq!(broken_at(&[(1, 9, true, 0), (2, 9, true, 0), (4, 9, true, 0), (5, 9, true, 0)]), Some(3));
+        assert_eq!(broken_at(&[(1, 9, true, 0), (3, 8, true, 0), (5, 7, true, 0), (8, 6, true, 0)]), None);
+        assert_eq!(broken_at(&[(1, 9, false, 0), (9, 9, false, 0), (90, 9, false, 0)]), None);
+        assert_eq!(broken_at(&[(1, 9, true, 0), (60, 9, true, 58), (62, 9, true, 0)]), None);
+    }
 
     #[test]
     fn a_leaving_rank_waits_while_bytes_are_acknowledged_but_not_for_ever() {

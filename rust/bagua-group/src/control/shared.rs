@@ -81,7 +81,7 @@ pub(in super::super) struct Plane {
     /// The time from when this rank listened, or a view was agreed on, until all ranks were connected.
     pub(in super::super) joined_in: OnceLock<Duration>,
     /// The connections of lanes and messages.
-    streams: OpenStreams,
+    pub(super) streams: OpenStreams,
 }
 
 impl Plane {

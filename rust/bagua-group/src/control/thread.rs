@@ -15,6 +15,7 @@ use super::super::fork::OwnerProcess;
 use super::super::plane::{Handle, LEAVING, Rank};
 use super::super::serve::serve;
 use super::accept::Listeners;
+use super::open_streams;
 use super::probe::ask_missing;
 use super::shared::Plane;
 use super::world::World;
@@ -143,6 +144,7 @@ impl Control {
             plane.handle.get_or_init(|| handle);
             *lock(&thread.rank) = Some(thread.handle.spawn(rank.run()));
             self.spawn(ask_missing(Arc::clone(plane)));
+            self.spawn(open_streams::watch(Arc::clone(plane)));
         }
         plane.world_known.send_replace(true);
     }

@@ -34,6 +34,32 @@ fn ranks_with_different_numbers_of_streams_agree_on_the_smaller_one() {
 }
 
 #[test]
+fn a_rank_that_reads_nothing_for_longer_than_the_heartbeat_timeout_is_not_lost() {
+    let groups = world_with(2, |config| {
+        config.transport = TransportChoice::Tcp;
+        config.heartbeat_timeout = Duration::from_secs(1);
+    });
+    let add = |lane: &mut Lane| {
+        // More than the kernels of both ends hold.
+        let mut data = vec![0; 64 << 20];
+        lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)).unwrap();
+    };
+    std::thread::scope(|scope| {
+        for group in &groups {
+            scope.spawn(move || {
+                let mut lane = group.lane().unwrap();
+                add(&mut lane);
+                if group.rank() == 1 {
+                    // The other rank's bytes wait for so long.
+                    std::thread::sleep(Duration::from_secs(4));
+                }
+                add(&mut lane);
+            });
+        }
+    });
+}
+
+#[test]
 fn an_invalid_number_of_streams_is_refused_before_any_connection() {
     for streams in [0, 65] {
         let config = Config { streams_per_peer: streams, ..Config::new(0, 1) };

@@ -10,8 +10,9 @@ mod cpu_set;
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::fs;
 use std::io::{self, Read};
+use std::mem::MaybeUninit;
 use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
@@ -105,15 +106,6 @@ pub unsafe fn populate(begin: *mut c_void, len: usize) -> io::Result<()> {
     }
 }
 
-/// Limits how long the kernel retransmits unacknowledged bytes before it closes the connection.
-///
-/// # Errors
-/// When the kernel refuses the option.
-pub fn limit_unacknowledged(stream: &TcpStream, time: Duration) -> io::Result<()> {
-    let millis = time.as_millis().min(i32::MAX as u128) as u32;
-    Ok(sockopt::set_tcp_user_timeout(stream, millis)?)
-}
-
 /// Limits how many unsent bytes the buffer of a connection holds.
 ///
 /// # Errors
@@ -140,6 +132,19 @@ pub fn unsent(stream: &TcpStream) -> Option<usize> {
     // SAFETY: on a socket, this request writes one int (tcp(7), SIOCOUTQ).
     let bytes = unsafe { ioctl(stream.as_fd(), Getter::<OUTQ, c_int>::new()) };
     bytes.ok().and_then(|bytes| usize::try_from(bytes).ok())
+}
+
+/// Returns true if packets of a connection are on their way, or lost: the peer's kernel has not acknowledged them. Bytes
+/// that wait because the peer reads nothing are not on their way. `None` if the kernel refuses.
+pub fn is_in_flight(stream: &TcpStream) -> Option<bool> {
+    let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes into memory of that size.
+    let code = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info.as_mut_ptr().cast(), &mut len)
+    };
+    // SAFETY: all fields are integers, for which zeros are valid.
+    (code == 0).then(|| unsafe { info.assume_init() }.tcpi_unacked > 0)
 }
 
 /// Returns the number of the processor on which this thread runs.

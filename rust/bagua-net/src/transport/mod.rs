@@ -14,7 +14,7 @@ pub mod tls;
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use local::{Local, local_mesh};
 pub use mesh::{Batch, ByteCounts, Endpoint, Frames, Mesh, OpenStreams, Opened, PeerFault, Plan, SPIN, Step};
-pub use tcp::{Tcp, USER_TIMEOUT};
+pub use tcp::Tcp;
 pub use tls::Tls;
 
 use std::io;

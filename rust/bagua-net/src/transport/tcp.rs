@@ -4,17 +4,11 @@ use std::io::{self, IoSlice, Read};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, sendmsg};
 
 use super::{Broken, Readiness, Transport};
 use crate::platform;
-
-/// How long the kernel retransmits unacknowledged bytes before it closes the connection. Used by a mesh without a
-/// control plane, and by groups with a shorter heartbeat timeout, which usually detect a lost peer first. Groups with a
-/// longer heartbeat timeout use that timeout instead.
-pub const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of unsent bytes in a socket's buffer. Otherwise the buffer grows to megabytes, which no other stream
 /// can take over. With two streams, one of them ten times slower than the other, this limit raised the throughput from
@@ -46,7 +40,6 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     // Every send passes all bytes that are ready, so Nagle's algorithm would only delay them.
     stream.set_nodelay(true)?;
-    platform::limit_unacknowledged(stream, USER_TIMEOUT)?;
     platform::limit_unsent(stream, UNSENT)
 }
 
@@ -109,7 +102,7 @@ mod tests {
         let (peer, _) = listener.accept().unwrap();
         let mut tcp = Tcp::new(own).unwrap();
         // Closing with a linger time of zero sends a reset instead of the end of the stream.
-        socket2::SockRef::from(&peer).set_linger(Some(Duration::ZERO)).unwrap();
+        socket2::SockRef::from(&peer).set_linger(Some(std::time::Duration::ZERO)).unwrap();
         drop(peer);
         let mut byte = [0];
         let broken = loop {
