@@ -10,8 +10,8 @@ adds them in float32 in rank order, divides if FSDP averages, and rounds once. N
 With `replicas=`, the ranks that have the same shard average it through a codec, after FSDP's own reduce_scatter or a
 compressed one. This is HSDP whose slow network transfers records only.
 
-torch.distributed sends the records, on the process groups of FSDP and of the replicas. FSDP calls both functions on the
-thread that runs backward, in the same order on all ranks.
+torch.distributed sends the records, on the process groups of FSDP and of the replicas. FSDP calls the reduce_scatter
+and the average over replicas on the thread that runs backward, in the same order on all ranks.
 """
 
 from __future__ import annotations

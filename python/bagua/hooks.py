@@ -116,7 +116,8 @@ class CompressedState:
 
     def _begin(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        # Both raise what is wrong with the type or the number of elements, here rather than on the sending thread.
+        # Call encoded_bytes here only for its errors: a wrong element type or count then raises on this thread, not on
+        # the sending thread.
         self.codec.encoded_bytes(buffer.numel(), str(buffer.dtype).removeprefix("torch."))
         sender = self._started()
         error = self._memory.error_of(bucket) if self.error_feedback else None

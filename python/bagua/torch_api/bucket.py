@@ -323,7 +323,9 @@ class BaguaBucket:
         return self._allocate(count, values[0], f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns views of a flat tensor, one per tensor of the bucket, by name. It may lack the padding."""
+        """Returns views of ``flat``, one per tensor of the bucket, by name. ``flat`` may end before the bucket's
+        padding.
+        """
         parts, offset = {}, 0
         layouts = [(place.shape, place.strides) for place in self.places] or [
             (values.shape, layout_of(values)) for values in self._registered

@@ -72,7 +72,7 @@ impl DeviceCodec for CodecOnDevice {
             let mut launches = 0;
             if ends.whole > 0 {
                 let from = ends.inside(chunks);
-                // SAFETY: the core guarantees tensor and records until the operation's end. Both have these chunks.
+                // SAFETY: the core keeps the tensor and the records valid until the operation ends. Both have `chunks`.
                 launches += unsafe { self.kernels.encode(context, stream, from, ends.whole, to, counter) }?;
             }
             if ends.rest > 0 {
@@ -100,8 +100,8 @@ impl DeviceCodec for CodecOnDevice {
     ) -> Result<()> {
         let (from, to) = (records.address(), record.as_buffer().address());
         self.step(cx, |context, stream, counter| {
-            // SAFETY: the core guarantees the records until the operation's end on the device. The device aligns the
-            // first one, and all have a multiple of 16 bytes.
+            // SAFETY: the core keeps the records valid until the operation ends on the device. The device aligns the
+            // first one, and the size of each is a multiple of 16 bytes.
             unsafe { self.kernels.combine(context, stream, from, chunks, divisor, (to, counter)) }
         })
     }
@@ -111,7 +111,7 @@ impl DeviceCodec for CodecOnDevice {
         self.step(cx, |context, stream, _| {
             let mut launches = 0;
             if ends.whole > 0 {
-                // SAFETY: the core guarantees tensor and records until the operation's end. Both have these chunks.
+                // SAFETY: the core keeps the tensor and the records valid until the operation ends. Both have `chunks`.
                 launches += unsafe { self.kernels.decode(context, stream, from, ends.inside(chunks), ends.whole) }?;
             }
             if ends.rest > 0 {

@@ -27,7 +27,8 @@ const LEADERS: u32 = 1;
 /// `index` of the streams between the ranks of one machine that do not share memory.
 const MACHINE: u32 = 2;
 
-/// Builds one lane. Also opens the connections over which the lane's ranks pass descriptors.
+/// Builds one lane, which is a set of connections and shared memory in which one operation runs at a time. Also opens
+/// the connections over which the lane's ranks pass descriptors.
 pub(super) struct LaneBuilder<'a> {
     pub(super) conns: &'a LaneConns,
     /// Name of the thing that is opened, for error texts.
@@ -41,7 +42,7 @@ pub(super) struct LaneBuilder<'a> {
 }
 
 impl LaneBuilder<'_> {
-    /// Builds the lane and returns its collective.
+    /// Opens the connections and the shared memory of the lane, and returns the collective that uses them.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
         let (size, mut fork_fds) = (self.conns.health.size(), Vec::new());
         let inner = if self.hosts.len() == 1 || self.hosts.len() == size {

@@ -40,7 +40,8 @@ pub(super) trait Service: Send + Sync + 'static {
         socket: &mut AsyncSocket,
     ) -> impl Future<Output = Accepted<Self::Client>> + Send;
 
-    /// Serves an authenticated client. Must call [`handshake::accept`] first.
+    /// Serves an authenticated client. An implementation must call [`handshake::accept`] first, which tells the client
+    /// that it is accepted.
     fn serve(self: Arc<Self>, client: Self::Client, conn: ControlConn) -> impl Future<Output = Accepted<()>> + Send;
 
     /// Called when a connection was refused.

@@ -86,7 +86,7 @@ impl Drop for Subscription {
 pub struct GroupHealth {
     /// The first failure. Set once, because later failures are consequences.
     cause: OnceLock<(Error, Origin)>,
-    /// True once `cause` is set. A fast check for waits.
+    /// True once `cause` is set. Waits check this flag, because reading it is faster than reading `cause`.
     failed: AtomicBool,
     /// Notified when `cause` or an element of `departed` is set.
     changed: (Mutex<()>, Condvar),
@@ -103,7 +103,7 @@ pub struct GroupHealth {
 }
 
 impl GroupHealth {
-    /// Creates the health of a group whose members have these world ranks and host names.
+    /// Creates the failure state of a group whose members have these world ranks and host names.
     pub fn new(rank: usize, world_ranks: Vec<usize>, hosts: Vec<String>) -> Arc<GroupHealth> {
         assert_eq!(world_ranks.len(), hosts.len());
         let departed = world_ranks.iter().map(|_| AtomicBool::new(false)).collect();
@@ -121,7 +121,7 @@ impl GroupHealth {
         })
     }
 
-    /// Creates the health of `size` ranks that are threads of one process without a control plane, for tests.
+    /// Creates the failure state of `size` ranks that are threads of one process without a control plane, for tests.
     pub fn local(rank: usize, size: usize) -> Arc<GroupHealth> {
         GroupHealth::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
     }
@@ -403,7 +403,7 @@ mod tests {
         drop(dropped);
         let _ = health.fail(raised("first"));
         assert_eq!(calls.take(), [("before", raised("first")), ("after", raised("first"))]);
-        // A subscription may outlive the health.
+        // Dropping a subscription after its `GroupHealth` is allowed.
         drop(health);
         drop(after);
     }

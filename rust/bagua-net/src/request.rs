@@ -20,44 +20,45 @@ use crate::wait::Deadline;
 
 /// A collective operation with its reduce operation and root.
 ///
-/// In the variants, n is the number of ranks, r is a rank, N is the size of a tensor in bytes, and c is the size of one
-/// rank's shard in bytes. "In place" gives the size of the one buffer of [`Io::InPlace`]; "split" gives the sizes of
-/// the source and the destination of [`Io::Split`].
+/// The variants describe their buffers. n is the number of ranks, r is a rank, N is the size of a tensor in bytes, and
+/// c is the size of one rank's shard in bytes. A verb has either one buffer (in place, [`Io::InPlace`]) or a source and
+/// a destination (separate buffers, [`Io::Split`]).
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
-    /// Every rank gets the reduction of all tensors. In place: N. Split: N and N.
+    /// Every rank gets the reduction of all tensors. Every buffer has N bytes.
     AllReduce(ReduceOp),
-    /// `root` gets the reduction of all tensors. In place: N, left unchanged on the other ranks. Split: N and N (the
-    /// other ranks do not use `dst`).
+    /// `root` gets the reduction of all tensors. Every buffer has N bytes. In place, the buffer is unchanged on ranks
+    /// other than `root`. With separate buffers, ranks other than `root` do not use the destination.
     Reduce {
         /// How elements are combined.
         op: ReduceOp,
         /// Rank that gets the result.
         root: usize,
     },
-    /// Every rank gets the N bytes of `root`. In place only.
+    /// Every rank gets the N bytes of `root`. Always in place.
     Broadcast {
         /// Rank that sends its tensor.
         root: usize,
     },
-    /// Every rank gets all shards. In place: n * c, with the rank's own shard at r * c. Split: c and n * c.
+    /// Every rank gets all shards. In place, the buffer has n * c bytes, with rank r's own shard at r * c. Otherwise
+    /// the source has c bytes, and the destination n * c.
     AllGather,
-    /// `root` gets the shards of all ranks. In place: n * c on every rank, with its own shard at r * c. Split: c and n
-    /// * c (the other ranks do not use `dst`).
+    /// `root` gets the shards of all ranks. In place, the buffer has n * c bytes on every rank, with rank r's own shard
+    /// at r * c. Otherwise the source has c bytes, and the destination, which only `root` uses, n * c.
     Gather {
         /// Rank that gets the shards.
         root: usize,
     },
-    /// Every rank gets its shard of `root`'s tensor. In place: n * c on every rank, and the shard arrives at r * c.
-    /// Split: n * c (the other ranks do not use `src`) and c.
+    /// Every rank gets its shard of `root`'s tensor. In place, the buffer has n * c bytes on every rank, and rank r's
+    /// shard arrives at r * c. Otherwise the source, which only `root` uses, has n * c bytes, and the destination c.
     Scatter {
         /// Rank that sends the shards.
         root: usize,
     },
-    /// Rank r gets the reduction of shard r of all ranks. In place: n * c, with the result at r * c and the other
-    /// shards unchanged. Split: n * c and c.
+    /// Rank r gets the reduction of shard r of all ranks. In place, the buffer has n * c bytes, with the result at r *
+    /// c and the other shards unchanged. Otherwise the source has n * c bytes, and the destination c.
     ReduceScatter(ReduceOp),
-    /// Rank r gets shard r of every rank, in rank order. In place: n * c. Split: n * c and n * c.
+    /// Rank r gets shard r of every rank, in rank order. Every buffer has n * c bytes.
     AllToAll,
     /// Rank r gets part r of every rank's source. In place, a copy of the buffer is the source. Layouts may differ
     /// between ranks.
@@ -67,11 +68,11 @@ pub enum Verb<'a> {
         /// Layout of the destination. Part r is from rank r. The parts must not overlap.
         recv: PartLayout<'a>,
     },
-    /// Every rank gets the reduction of all tensors, and ranks send only records encoded by a codec. In place. Uses
-    /// [`Extra::error`]. A device that implements the codec does the encoding.
+    /// Every rank gets the reduction of all tensors, and ranks send only records encoded by a codec. Always in place.
+    /// Uses [`Extra::error`]. A device that implements the codec does the encoding.
     CompressedAllReduce(Compression<'a>),
-    /// Every rank gets the mean of its own N bytes and those of its peers, added in rank order and divided once. In
-    /// place: N. Split: N and N.
+    /// Every rank gets the mean of its own tensor and its peers' tensors, added in rank order and divided once. Every
+    /// buffer has N bytes.
     NeighborAverage {
         /// Selects the peers of each rank. [`PeerSelection::All`] is not allowed, because that is an all_reduce.
         peers: PeerSelection,
@@ -79,7 +80,7 @@ pub enum Verb<'a> {
         round: u64,
     },
     /// One round of averaging with both neighbours on the ring of ranks. Ranks send only encoded differences. The
-    /// buffer ends up equal to [`Replicas::own`]. In place. Uses [`Extra::replicas`].
+    /// buffer ends up equal to [`Replicas::own`]. Always in place. Uses [`Extra::replicas`].
     CompressedRing {
         /// Codec for the differences.
         codec: &'a dyn Codec,
@@ -143,7 +144,8 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Returns how often source and destination hold the fingerprint's count of elements, for this number of ranks.
+    /// Returns two factors, for `ranks` ranks: the number of elements of the source and of the destination, each
+    /// divided by the count in the operation's fingerprint.
     pub const fn shards(self, ranks: usize) -> (usize, usize) {
         match self {
             Layout::Equal | Layout::Parts => (1, 1),

@@ -31,11 +31,12 @@ pub struct OpStats {
     pub encode_ns: AtomicU64,
     /// Number of records that this rank encoded as NaN because their values were not finite.
     pub nonfinite_records: AtomicU64,
-    /// Further counters, for example on devices, whose values are added to `nonfinite_records`.
+    /// Counters of such records that are kept elsewhere, for example on devices. A snapshot adds their values to
+    /// `nonfinite_records`.
     more_nonfinite: Mutex<Vec<Arc<dyn Counter>>>,
 }
 
-/// A number counted elsewhere, for example on a device.
+/// A count of records that were encoded as NaN, kept outside of [`OpStats`], for example in the memory of a device.
 pub trait Counter: Send + Sync + Debug {
     /// Returns the current value.
     fn value(&self) -> u64;

@@ -129,7 +129,7 @@ impl CompressedExchange {
                 Extra { error: error.as_mut().map(|e| e.buffer_mut()), work: Some(&mut work), ..Extra::default() };
             let cx = OpContext {
                 fingerprint: Fingerprint::new(Kind::CompressedAllReduce, dtype, count),
-                // The two functions have deadlines of their own.
+                // The Python functions `all_to_all` and `all_gather` have deadlines of their own.
                 deadline: Deadline::after(Duration::MAX),
                 health: &GroupHealth::local(self.rank, self.size),
                 stats: &OpStats::default(),
@@ -150,10 +150,10 @@ impl CompressedExchange {
     }
 }
 
-/// The two functions as an exchange of records.
+/// An exchange of records by the Python functions `all_to_all` and `all_gather`.
 struct Functions<'a> {
     exchange: &'a CompressedExchange,
-    /// The exception that one of the two functions raised.
+    /// The exception that one of the Python functions raised.
     raised: &'a mut Option<PyErr>,
 }
 

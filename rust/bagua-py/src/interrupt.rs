@@ -64,7 +64,8 @@ pub fn fail_group(py: Python<'_>, group: &Group, raised: &PyErr) {
     py.detach(|| group.raise(&kind, &text));
 }
 
-/// Runs work on a new thread. An exception of a signal handler ends the wait. The work ends by its own deadline.
+/// Runs `work` on a new thread and waits for its result. If a signal handler raises, returns that exception at once;
+/// `work` then ends later, by its own deadline.
 pub fn run_on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -72,8 +73,8 @@ pub fn run_on_thread<T: Send + 'static>(
     run_and_report(py, None, work)
 }
 
-/// Runs work as [`run_on_thread`] does. Between two slices the caller calls the function of `waiting` with the ranks
-/// that the work waits for, if there are any.
+/// Runs `work` like [`run_on_thread`]. From time to time, the waiting thread calls the function in `waiting` with the
+/// ranks that `work` waits for, if there are any.
 pub fn run_and_report<T: Send + 'static>(
     py: Python<'_>,
     waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,
@@ -82,8 +83,8 @@ pub fn run_and_report<T: Send + 'static>(
     on_thread(py, waiting, work)?.map_err(|e| errors::raise(py, e))
 }
 
-/// Runs work as [`run_and_report`] does, and returns the result of the work itself. An error is the exception of a
-/// signal handler or of the function of `waiting`.
+/// Runs `work` like [`run_and_report`], but returns an error of `work` as the inner `Result`. The outer error is an
+/// exception raised by a signal handler or by the function in `waiting`.
 pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,

@@ -65,7 +65,7 @@ class _Matrix:
         self.dtype = wide(param.dtype)
         # Loss of earlier rounds on this rank, in the parameter's shape; None without error feedback.
         self.error = torch.zeros(param.shape, dtype=self.dtype, device=param.device) if feedback else None
-        # m x r, the same on all ranks.
+        # Q, the m x r matrix of the power iteration. Equal on all ranks.
         self.q = torch.empty(0)
 
     def draw(self, seed: int, number: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Tracked:
         new = [name for name in after if name not in before]
         replaced = [name for name, param in after.items() if before.get(name, param) is not param]
         gone = [name for name in before if name not in after]
-        # A parameter without a gradient counts as unused, which ``may_go`` allows.
+        # ``may_go`` allows that a parameter no longer needs a gradient: the model then treats it as unused.
         if not new and not replaced and may_go:
             return
         changes = (
@@ -137,7 +137,9 @@ class KeptWeights:
             self._before = {name: param.detach().clone() for name, param in self._parameters}
 
     def before_step(self) -> None:
-        """Ends the comparison before an optimizer step, because the step itself changes the weights."""
+        """Looks for changes of the weights since :meth:`remember` for the last time before an optimizer step, which
+        itself changes the weights.
+        """
         if self._before is not None:
             self._changed, self._before = self._find(), None
 
@@ -411,7 +413,7 @@ def ignored_names(
 
 
 def refuse_torchs_wrapper(module: torch.nn.Module, model_name: str, inside: Any) -> None:
-    """Raises BaguaError if torch's DistributedDataParallel, ``inside``, sends gradients of this model too."""
+    """Raises BaguaError if ``inside``, a DistributedDataParallel of torch, also sends gradients of ``module``."""
     own = {id(param) for param in module.parameters() if param.requires_grad}
     for name, param in inside.module.named_parameters():
         if id(param) in own and name not in inside.parameters_to_ignore and not getattr(param, "_ddp_ignored", False):

@@ -1,9 +1,9 @@
 //! all_reduce by recursive doubling (Thakur, Rabenseifner and Gropp, 2005): in log2(n) rounds, each rank exchanges its
 //! partial result with the rank at distance 1, 2, 4, …
 //!
-//! If n is not a power of two, the ranks in excess hand their values to a neighbour first, and get the result from it
-//! at the end. Both ranks of an exchange combine in the same order, with the lower ranks' values first, so all ranks
-//! get the same bits.
+//! If n is not a power of two, each rank in excess first hands its values to a neighbour, and gets the result from that
+//! neighbour at the end. Both ranks of an exchange combine in the same order, with the lower ranks' values first, so
+//! all ranks get the same bits.
 
 use super::algorithm::DIRECT;
 use super::exchange_rounds::Rounds;
@@ -39,12 +39,12 @@ impl Fold {
         self.partner().is_none_or(|partner| self.rank < partner)
     }
 
-    /// Returns the number of this rank, or of its pair, among those that take part.
+    /// Returns this rank's index among the ranks that take part. Both ranks of a pair have the index of the lower one.
     fn number(&self) -> usize {
         if self.rank < 2 * self.extra { self.rank / 2 } else { self.rank - self.extra }
     }
 
-    /// Returns the rank that has a number among those that take part.
+    /// Returns the rank with index `number` among the ranks that take part.
     fn rank(&self, number: usize) -> usize {
         number + number.min(self.extra)
     }

@@ -98,7 +98,8 @@ impl Reduction<'_, '_> {
         }
     }
 
-    /// Reduces a chunk of an all_reduce, and copies the chunks before and after it.
+    /// Reduces a chunk of an all_reduce. Meanwhile copies the result of the chunk before to this rank's tensor, and the
+    /// chunk after from the tensor to the window.
     fn step(&self, segment: &Segment, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, next) = (segment.index, buffer.other());
         let range = self.cut.range(chunk);
@@ -136,11 +137,12 @@ impl Reduction<'_, '_> {
             self.refill_block(segment, next, &mut beside, block);
         });
         timer.stop();
-        // Copy the rest, if this rank's share is shorter than its peers' shares, as the last one may be.
+        // The last rank's share may be shorter than its peers' shares: copy what is left of them.
         self.refill_block(segment, next, &mut beside, mine.len()..self.each(segment));
     }
 
-    /// Reduces a chunk of a reduce, and copies the chunks before and after it.
+    /// Reduces a chunk of a reduce, after copying the chunk after it from the tensor to the window. The root first
+    /// copies the result of the chunk before to its tensor.
     fn step_towards(&self, segment: &Segment, root: usize, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, ranks) = (segment.index, segment.ranks);
         if root == me {

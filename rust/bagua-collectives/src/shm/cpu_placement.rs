@@ -3,8 +3,8 @@
 //! Two ranks on one processor take turns whenever one of them waits. A call then costs two switches between processes:
 //! 10 to 30 us instead of 2 to 4. The kernel itself brings ranks together: when it wakes a thread, it prefers the
 //! waker's processor. On a virtual machine it always does so, because an idle processor there counts as taken away by
-//! the hypervisor. The kernel separates ranks only if a tick of its clock finds both runnable, which hardly ever
-//! happens to ranks that sleep for each other. Therefore:
+//! the hypervisor. The kernel separates two ranks only if a tick of its clock finds both runnable. That hardly ever
+//! happens if each sleeps until the other wakes it. Therefore:
 //!
 //! 1. Each rank publishes its processor once per operation, and when it begins to wait.
 //! 2. **A sleeping rank stays where it is** ([`Placement::mask_asleep`]). While a rank sleeps for a peer, its affinity
@@ -28,21 +28,22 @@
 //!
 //! A limit: the restored mask is that which the kernel reported, so the thread gains nothing if its cpuset grows later.
 //!
-//! Measured with `benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`, in which ranks of torchrun
-//! sleep for 50 ms before each batch of 200 calls. The table counts batches that took more than 3 times as long as the
-//! best, of 80 in each run, on two cores of an Intel Xeon (Sapphire Rapids, virtual), 2026-11-24:
+//! Measured with `benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`, on two cores of an Intel Xeon
+//! (Sapphire Rapids, virtual), 2026-11-24. The ranks of torchrun sleep for 50 ms before each batch of 200 calls. A batch
+//! is slow if it takes more than 3 times as long as the best one. Each run has 80 batches.
 //!
-//! | | slow batches of 80 |
+//! | rules | slow batches in each run |
 //! |---|---|
-//! | moving apart, but sleeping at once on a shared processor | 79 (on one processor) |
-//! | the same with the mask; pauses between moves of up to 16,384, up to 64, always 16 waits | 22 and 3, 18, 2 |
-//! | spinning and moving apart, without the mask | 75 |
-//! | spinning with the mask, without moving | 22 |
-//! | spinning, moving and the mask, in which each sleeper has the processors with fewer ranks | 0, 1, 2, 4 |
-//! | the same, but only the next to move has them | 0, 0 |
+//! | 3 (a rank on a shared processor sleeps without spinning) | 79, both ranks on one processor |
+//! | 2 and 3, with pauses of up to 16,384 waits between moves | 22, 3 |
+//! | 2 and 3, with pauses of up to 64, and of always 16 waits | 18, and 2 |
+//! | 3 and 4 | 75 |
+//! | 2 and 4 | 22 |
+//! | 2, 3 and 4, but the mask of every sleeping rank contains the processors with fewer ranks | 0, 1, 2, 4 |
+//! | 2, 3 and 4, as implemented | 0, 0 |
 //!
-//! With a call of gloo before each pause, in the same processes, 9 of 80 batches remain slow, because gloo's threads
-//! bring the ranks together again.
+//! If the same processes also call gloo before each batch, 9 of 80 batches remain slow, because gloo's threads bring
+//! the ranks together again.
 //!
 //! Pauses between moves ([`LONGEST`]) matter if many other programs run and the kernel moves a rank back. Without
 //! pauses, four ranks next to 15 runnable threads took 862 us in one of three runs, compared with 6.4 us without any

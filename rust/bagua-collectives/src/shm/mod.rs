@@ -151,7 +151,7 @@ impl Shm {
         })
     }
 
-    /// Runs an all_reduce (without root) or reduce.
+    /// Runs an all_reduce if `root` is `None`, otherwise a reduce to `root`.
     fn reduce_to(
         &mut self,
         cx: &OpContext<'_>,
@@ -169,12 +169,12 @@ impl Shm {
         if total <= small(ranks) {
             return self.execute(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
                 Phase::Fill(_) => {
-                    // SAFETY: S2, and S1 for the peers that read this slot two operations ago.
+                    // SAFETY: rule S2 of `protocol`, and S1 for the peers that read this slot two operations ago.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
                 }
                 Phase::Take(_) if gets => {
-                    // SAFETY: S2: no rank writes to a slot after its arrival, and by S1 this holds until this rank's
-                    // next operation.
+                    // SAFETY: rules S1 and S2 of `protocol`: no rank writes to its slot after its arrival, until this
+                    // rank's next operation.
                     let inputs = inputs(ranks, |rank| unsafe { segment.read(rank, buffer, 0..total) });
                     combine_into(cx, op, inputs, me, &mut io, 0..total, 0..total);
                 }

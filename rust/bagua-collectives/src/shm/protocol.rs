@@ -175,13 +175,14 @@ impl Protocol {
         }
     }
 
-    /// Runs one operation: calls `phase` for each phase of each chunk, with the chunk's buffer. With `collect`, also
-    /// calls it after all ranks have taken the last chunk, with `Fill` of the number two after the last.
+    /// Runs one operation: calls `phase` for each phase of each chunk, with the chunk's buffer. With `collect`, there
+    /// is one more call after all ranks have taken the last chunk: `Fill(c + 1)` if c is the number of chunks. In that
+    /// call, the verb copies the results of the last chunk out of its buffer.
     ///
     /// If all ranks offer tensors in arenas, does not call `phase`, and returns the offsets of the tensors in the
-    /// ranks' parts, by rank on this host. The caller then works on the tensors and calls [`Protocol::leave`]. Before
-    /// that, this may call `map` once with the offered ids. `map` must map the arenas on all ranks and return the new
-    /// offer.
+    /// ranks' parts, by rank on this host. The caller then works on the tensors and calls [`Protocol::leave`]. If the
+    /// ranks have not mapped all of these arenas, this function first calls `map` with the offered ids. `map` must map
+    /// the arenas on all ranks and return the new offer.
     #[expect(clippy::too_many_arguments, reason = "one operation and what its verb supplies")]
     pub(super) fn run(
         &mut self,
@@ -405,7 +406,8 @@ impl Protocol {
             if !reached(seen, target) && seen & CLOSED == 0 {
                 let limit = self.slice.min(cx.deadline.left().max(Duration::from_micros(100)));
                 let mask = self.placement.as_ref().and_then(|placement| placement.mask_asleep(&self.segment));
-                // The mask is set inside the hook, because the hook runs code of the program.
+                // Change the affinity mask only around the sleep, inside `blocking_wait`, which also runs code of the
+                // program.
                 blocking_wait(|| match &mask {
                     Some(mask) => mask.during(|| futex::wait(word, seen, limit)),
                     None => futex::wait(word, seen, limit),

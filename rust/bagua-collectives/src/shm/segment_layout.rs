@@ -121,7 +121,8 @@ impl Segment {
         self.announced(rank, parity, 1 + word)
     }
 
-    /// Returns one of the three words per parity that share a cache line with the arrival word.
+    /// Returns word 0, 1 or 2 of what a rank announces: the digest, and two words of its offer. There is one set for
+    /// even operations and one for odd ones (`parity`). Both are on the cache line of the arrival word.
     fn announced(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.arena.long(rank * CONTROL + 8 * (1 + 3 * parity + word))
     }

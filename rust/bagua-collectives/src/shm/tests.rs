@@ -120,8 +120,7 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
     let whole = n * chunk;
     let at = |r: usize| r * chunk..(r + 1) * chunk;
     let joined = || (0..n).flat_map(|r| data(r, seed, dtype, chunk)).collect::<Vec<u8>>();
-    // For each: the input, the length of the output of a Split call, the position of the chunk in an InPlace call, and
-    // the expected result of both.
+    // The input of the verb, and the length of its output if the call has separate buffers.
     let (input, out_len): (Vec<u8>, usize) = match verb {
         Kind::AllReduce | Kind::Reduce | Kind::Broadcast => (data(me, seed, dtype, chunk), chunk),
         Kind::AllGather | Kind::Gather => (data(me, seed, dtype, chunk), whole),

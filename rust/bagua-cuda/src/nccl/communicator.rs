@@ -58,8 +58,8 @@ pub(crate) fn unique_id(nccl: &Nccl, context: &Context) -> Result<[u8; UNIQUE_ID
 }
 
 impl Communicator {
-    /// Joins the other ranks, which must have the same unique id. Fails with `Device`, the group's first cause, or
-    /// `Timeout` if not all ranks join.
+    /// Joins the other ranks, which must have the same unique id. Fails with `Device` if NCCL or CUDA fails, with
+    /// `Timeout` if not all ranks join, or with the error that the group already failed with.
     pub(crate) fn new(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,

@@ -168,7 +168,8 @@ impl Control {
             // The thread cannot join itself; it ends when it returns to its event loop.
             return None;
         }
-        // The task leaves within LEAVING timeouts. The thread may have to wait for a processor.
+        // The control plane's task ends within LEAVING heartbeat timeouts. One more is for a thread that waits for a
+        // processor.
         let limit = self.plane.config.heartbeat_timeout * (LEAVING + 1);
         Some(Leaving { end: Some(end), owner, limit })
     }

@@ -1,4 +1,5 @@
-//! Operations that combine inside hosts first, on lanes whose own collective is flat. They use the collectives by host.
+//! Operations that combine inside each host first, for a lane whose collective does not know hosts. They run on two
+//! more collectives: one over the ranks of this host, and one over the hosts' first ranks.
 
 use super::{Lanes, Options};
 use crate::codec::{Codec, Exchange};
@@ -9,8 +10,8 @@ use crate::request::{Operands, Verb};
 use crate::types::{DType, ReduceOp, flags};
 
 impl Lanes {
-    /// Connects the collectives by host, unless they are connected already. Fails with `Mismatch` if another rank runs
-    /// another operation. Also returns the errors of [`Lane::run`](super::Lane::run) and
+    /// Connects the two collectives by host, unless they are connected already. Fails with `Mismatch` if another rank
+    /// runs another operation. Also returns the errors of [`Lane::run`](super::Lane::run) and
     /// [`Group::lane`](crate::Group::lane).
     fn connect_hosts(&mut self) -> Result<()> {
         if self.hosts.is_some() {

@@ -71,7 +71,7 @@ pub(in super::super) trait Network: Send + Sync + 'static {
 pub(in super::super) enum Event {
     /// All ranks are connected. The ranks that cannot use the Unix sockets of their host.
     Complete(Vec<usize>),
-    /// All ranks are told this, or will be before they learn of the end of this rank.
+    /// A notice that all ranks have, or will have before they learn that this rank has ended.
     Notice(Notice),
     /// A message for this rank, and its sender.
     Deliver(usize, Body),
@@ -101,7 +101,7 @@ pub(in super::super) struct Status {
     pub(in super::super) awaited: BTreeSet<usize>,
     /// The ranks that cannot use the Unix sockets of their host, once all ranks are connected.
     pub(in super::super) complete: Option<Vec<usize>>,
-    /// A rank that goes on without this one.
+    /// A rank that has excluded this one and continues without it.
     pub(in super::super) excluded_by: Option<usize>,
 }
 
@@ -144,7 +144,7 @@ impl<S> Handle<S> {
         self.input(Input::Linked { rank, stream });
     }
 
-    /// This rank finds that another one is lost, which it is not connected to.
+    /// Reports that a rank to which this one is not connected is lost.
     pub(in super::super) fn lost(&self, rank: usize, reason: String, ended: bool) {
         self.input(Input::Lost { rank, reason, ended });
     }
@@ -208,9 +208,9 @@ pub(in super::super) struct Rank<N: Network> {
     attached_to: Option<usize>,
     /// Notices that this rank passed to its parent and that have not come back from the coordinator.
     unsettled: Vec<Notice>,
-    /// Reports of ranks that cannot reach this rank's parent: who, when, what.
+    /// Reports that this rank's parent is lost: the reporting rank, the time, and the notice.
     doubts: Vec<(usize, Instant, Notice)>,
-    /// Higher ranks that go on without this one: since when, and what they say.
+    /// Higher ranks that turned away from this one and told it that it is lost: the time and the notice, by rank.
     against: BTreeMap<usize, (Instant, Notice)>,
     /// Messages that wait for a link.
     held: Vec<Routed>,
@@ -225,23 +225,24 @@ pub(in super::super) struct Rank<N: Network> {
     last: (usize, u64),
     /// By the rank that notices came from: the last `Seen` that was sent there.
     confirmed: BTreeMap<usize, (usize, u64)>,
-    /// On the coordinator: the ranks that leave, and which notice all others have to have before.
+    /// On the coordinator: the ranks that leave, each with the number of the notice that all other ranks must have
+    /// first.
     leavers: Vec<(usize, u64)>,
     /// Set when this rank leaves.
     leaving: Option<bool>,
-    /// Every other rank knows that this one leaves.
+    /// True if every other rank knows that this one leaves.
     is_acknowledged: bool,
     /// Questions of this rank and of ranks below it that are not answered yet.
     questions: Vec<Question>,
-    /// This rank's own.
+    /// This rank's own questions, by ticket: the rank in question, and the function that gets the answer.
     asked: BTreeMap<u64, (usize, Answered)>,
     /// Number of questions so far.
     tickets: u64,
-    /// Since when children have no link.
+    /// By child without a link: since when it has none.
     unlinked: BTreeMap<usize, Instant>,
     /// Higher ranks whose links ended while another rank was their parent: how, and true if their process ended.
     broken: BTreeMap<usize, (String, bool)>,
-    /// Something has happened since the last call of [`Rank::settle`].
+    /// True if something has happened since the last call of [`Rank::settle`].
     is_changed: bool,
     /// When this task last looked for silent peers.
     looked: Instant,

@@ -102,13 +102,13 @@ impl BellWords for ArenaBell {
     }
 }
 
-/// One end of a ring.
+/// One end (writer or reader) of a ring buffer in shared memory, through which one rank sends bytes to another.
 struct Ring {
     arena: Arc<Arena>,
     /// Offset of the ring in the arena.
     offset: usize,
     capacity: usize,
-    /// Total number of bytes that this end has moved. Never read back from shared memory.
+    /// Total number of bytes that this end has written or read. Kept here, so that a peer cannot change it.
     count: u64,
 }
 

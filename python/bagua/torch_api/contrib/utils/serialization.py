@@ -99,7 +99,7 @@ class Serializer:
         magic, kind, tag, size = _HEADER.unpack_from(raw)
         end = _HEADER.size + size
         if magic != _MAGIC or tag != self._tag:
-            raise ValueError("not a value of this data set")
+            raise ValueError("the bytes are not a cached value of this data set")
         if kind == _PICKLE:
             return self._unpickle(key, raw[_HEADER.size : end], raw[end:])
         if kind != _SCHEMA or end > len(raw):

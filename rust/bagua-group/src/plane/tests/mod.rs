@@ -88,11 +88,11 @@ enum Fault {
     Kill,
     /// The rank's process stops.
     Freeze,
-    /// Nothing arrives from it or at it.
+    /// No message from the rank or to the rank arrives.
     Cut,
-    /// Nothing arrives from it.
+    /// No message from the rank arrives.
     Mute,
-    /// Nothing arrives at it.
+    /// No message to the rank arrives.
     Deaf,
     /// Everything that the rank sends arrives 200 ms later.
     Slow,

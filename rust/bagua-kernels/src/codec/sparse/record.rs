@@ -14,7 +14,7 @@ const PLACE: usize = size_of::<u32>();
 pub(super) enum Kept {
     /// A fraction of the elements, in (0, 1]. The number is rounded up.
     Share(f64),
-    /// The same number for every count, at least 1. All elements if there are fewer, as in the last bucket of a model.
+    /// A number of elements, at least 1. A tensor with fewer elements, such as the last bucket of a model, keeps all.
     Number(usize),
 }
 

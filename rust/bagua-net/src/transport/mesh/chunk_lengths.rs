@@ -44,9 +44,9 @@ pub(super) fn is_divided(len: usize) -> bool {
     len > UNDIVIDED
 }
 
-/// True if a message of this length between two of `ranks` ranks is worth several streams: if it is divided, and longer
-/// than 1 KiB per rank. Recursive halving sends long messages to many peers. The second condition keeps the number of a
-/// rank's descriptors at O(log n), because few of those peers get more than one stream.
+/// True if two of `ranks` ranks should open several streams for a message of `len` bytes: if [`is_divided`] says so,
+/// and `len` exceeds 1 KiB times `ranks`. Recursive halving sends long messages to many peers. Because of the second
+/// condition, only few of these peers get more than one stream, so a rank has O(log n) descriptors.
 pub(super) fn wants_several(len: usize, ranks: usize) -> bool {
     is_divided(len) && len > ranks << 10
 }
