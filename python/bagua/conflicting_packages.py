@@ -24,7 +24,7 @@ class Conflict(NamedTuple):
 
     #: The conflict, with the names of the distributions and the folder.
     why: str
-    #: The commands that end the conflict.
+    #: The pip commands that resolve the conflict.
     fix: str
 
 

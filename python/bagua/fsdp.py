@@ -87,9 +87,9 @@ def compress(
 
 
 class CompressedShards:
-    """The state of compressed gradients, which `compress` returns.
+    """The error memories and call counts of the compressed collectives of a model. `compress` returns it.
 
-    A collective has the name of its module in the module that was compressed, and `:reduce_scatter` or `:replicas`.
+    A collective's name is its FSDP module's name in the model, followed by `:reduce_scatter` or `:replicas`.
     """
 
     def __init__(self, collectives: dict[str, _Collective], error_feedback: bool) -> None:

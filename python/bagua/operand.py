@@ -106,7 +106,7 @@ class Operand:
         if self.place is not None:
             return self.to_read(what)
         if not self.contiguous:
-            raise ValueError(f"{what} is not contiguous in C order: {instead} that is")
+            raise ValueError(f"{what} is not contiguous in C order: {instead} that is contiguous")
         return self
 
     def to_read(self, what: str = "the array") -> Operand:

@@ -53,8 +53,8 @@ class Verb(NamedTuple):
         return None if whole == part * ranks else f"{ranks} ranks need {part * ranks} to {to}"
 
     def in_place(self, src: Operand, dst: Operand, rank: int) -> tuple[Operand | None, Operand]:
-        """Returns source and destination. The source is None if it is the destination, or one is this rank's part of
-        the other.
+        """Returns source and destination. The source is None for an operation in place: both are the same memory, or
+        one of them is this rank's part of the other.
 
         NCCL defines "in place" by the same rule.
         """

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _hang_up_after_stdin() -> None:
-    """Ends the job as SIGHUP does when standard input ends, which ssh closes when its connection ends."""
+    """Sends SIGHUP to this process, which ends the job, when ssh closes standard input because its connection ended."""
     while os.read(0, 65536):
         pass
     os.kill(os.getpid(), signal.SIGHUP)

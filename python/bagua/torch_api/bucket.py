@@ -148,7 +148,7 @@ class BaguaBucket:
         self.room: torch.Tensor | None = None
         # The memory for them, if it is adjacent to the tensors.
         self._spare: torch.Tensor | None = None
-        # Owners of the flat memory and of the operations' memory. They keep it, whatever happens to the tensors.
+        # Objects that keep the flat memory and the operations' memory alive, even if no tensor uses it any more.
         self._owners: list[object] = []
         self._extra: dict[str, torch.Tensor] = {}
         self._built_for = group
@@ -323,9 +323,7 @@ class BaguaBucket:
         return self._allocate(count, values[0], f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns views of ``flat``, one per tensor of the bucket, by name. ``flat`` may end before the bucket's
-        padding.
-        """
+        """Returns views of ``flat``, one per tensor of the bucket, by name. ``flat`` may have no padding at the end."""
         parts, offset = {}, 0
         layouts = [(place.shape, place.strides) for place in self.places] or [
             (values.shape, layout_of(values)) for values in self._registered
@@ -516,7 +514,8 @@ class BaguaBucket:
         *,
         lock: extension.WeightLock | None = None,
     ) -> AsyncModelAverageOp:
-        """Appends an average over all ranks that take part: adds average - snapshot to the tensors, under a lock.
+        """Appends asynchronous averaging: averages a snapshot of the tensors over the ranks that take part, and adds
+        average - snapshot to the tensors under a lock.
 
         Each communication of the bucket is one round. (The algorithm "async" starts its rounds itself.)
         ``peer_selection_mode`` must be "all", else ValueError. ``lock`` is the lock of the weights; None makes a new

@@ -17,7 +17,7 @@
 //! does not. An average of float16 is therefore computed from the hosts' averages, weighted by the number of ranks.
 //!
 //! Every phase runs under the fingerprint of the whole operation. The leaders notice a difference between hosts, and
-//! the other ranks get it as the group's first cause.
+//! the other ranks get it as the group's first failure.
 //!
 //! Large tensors on the host are processed in chunks, so that the scratch memory stays bounded. The phases of different
 //! chunks do not overlap: leaders that added up the next chunk while the current one was in transit were not faster,

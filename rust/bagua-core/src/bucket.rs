@@ -33,7 +33,7 @@ pub struct CheckedOut {
     pub padding: usize,
 }
 
-/// A tensor without its memory.
+/// A tensor's name and size. `Bucket::regions` has its memory.
 struct Described {
     name: String,
     padding: bool,
@@ -59,9 +59,9 @@ pub struct Bucket {
     name: String,
     dtype: DType,
     tensors: Vec<Described>,
-    /// One region per tensor, in order. `None` while checked out.
+    /// Memory of each tensor, in order. `None` while the bucket is checked out for a communication.
     regions: Option<Vec<Region>>,
-    /// Extra tensors that the operations use. Empty while checked out.
+    /// Extra tensors that the operations use. Empty while the bucket is checked out.
     extra: Vec<ExtraTensor>,
     ops: Vec<Arc<dyn Op>>,
     /// Number of check-outs so far, counted from the last [`Bucket::set_step`].

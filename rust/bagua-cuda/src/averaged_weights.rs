@@ -227,7 +227,7 @@ impl DeviceWeights for Averaged {
         let Averaging { lane_device, order, .. } = &*self.of;
         let context = lane_device.context();
         let work = |stream: CUstream| match (step, self.correct) {
-            // SAFETY: guaranteed by the caller of `new`. The stream is after all earlier lock owners.
+            // SAFETY: guaranteed by the caller of `new`. `stream` waits for the work of all earlier owners of the lock.
             (WeightStep::Snapshot, _) => unsafe { context.copy(self.snapshot(), self.address, self.len(), stream) },
             // SAFETY: as above.
             (WeightStep::Replace, _) => unsafe { context.copy(self.address, self.average(), self.len(), stream) },

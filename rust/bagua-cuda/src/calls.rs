@@ -21,7 +21,7 @@ impl Codes for nvrtcResult {}
 
 /// A function as cudarc declares it.
 pub(crate) trait Declared: Copy {
-    /// The library's function: the same parameters, but a number as result.
+    /// The same function with its result as a plain number, because the library may return codes that the enum lacks.
     type Function: Copy;
 }
 

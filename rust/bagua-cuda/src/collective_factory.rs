@@ -70,8 +70,8 @@ struct Compared {
 }
 
 impl Compared {
-    /// Returns true for the first operation after a registration, and for one that is not after the last operation in
-    /// the order, because it starts a new step.
+    /// Returns true if the ranks must compare the operation on bucket `number`: on the first use of a bucket, and at
+    /// the start of a step, where the number does not increase.
     fn is_due(&mut self, number: u64) -> bool {
         let is_due = number > self.highest || number <= self.last;
         self.highest = self.highest.max(number);

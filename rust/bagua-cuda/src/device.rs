@@ -293,7 +293,7 @@ impl OperationDevice {
         let stream = stream.unwrap_or(self.stream);
         self.lane_device().context().refuse_capture(&[stream])?;
         self.failed()?;
-        // Work in a callback may have marked events that no operation has waited for.
+        // A callback may have put work on a stream and marked it with an event that no operation has waited for.
         lock(&self.marks).start.iter().try_for_each(|(_, event)| event.order(stream))?;
         let done = lock(&self.done).clone();
         done.map_or(Ok(()), |done| done.order(stream))

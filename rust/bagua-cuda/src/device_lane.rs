@@ -222,7 +222,7 @@ impl Copier {
         };
         begin(self, 0)?;
         for (number, piece) in into.chunks_mut(PIECE).enumerate() {
-            // The pinned memory of this piece is free, because the piece before the last was read.
+            // Two pinned buffers take turns. The buffer of the next piece is free, because its last piece was read.
             begin(self, number + 1)?;
             wait_until_reached(&self.arrived[number % 2], || go_on((number * PIECE) as u64))?;
             piece.copy_from_slice(self.input[number % 2].bytes(piece.len()));

@@ -27,8 +27,8 @@ const LEADERS: u32 = 1;
 /// `index` of the streams between the ranks of one machine that do not share memory.
 const MACHINE: u32 = 2;
 
-/// Builds one lane, which is a set of connections and shared memory in which one operation runs at a time. Also opens
-/// the connections over which the lane's ranks pass descriptors.
+/// Builds one lane: connections and shared memory in which one operation runs at a time. Also opens the connections
+/// over which the lane's ranks pass descriptors.
 pub(super) struct LaneBuilder<'a> {
     pub(super) conns: &'a LaneConns,
     /// Name of the thing that is opened, for error texts.

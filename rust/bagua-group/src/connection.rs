@@ -314,7 +314,7 @@ impl Socket {
         Ok(match self {
             Socket::Tcp(stream) => choice.over_tcp(shared(stream))?,
             Socket::Tls(stream, session) => Box::new(Tls::new(shared(stream), *session)?),
-            Socket::Unix(_) => return Err(io::Error::other("it is not a TCP connection")),
+            Socket::Unix(_) => return Err(io::Error::other("the connection is a Unix socket, not TCP")),
         })
     }
 }

@@ -97,7 +97,7 @@ impl OwnerProcess {
         OwnerProcess(GENERATION.load(Ordering::SeqCst))
     }
 
-    /// False in a forked child.
+    /// True in the process that created this value, false in a forked child.
     pub fn is_current(self) -> bool {
         self.0 == GENERATION.load(Ordering::Relaxed)
     }

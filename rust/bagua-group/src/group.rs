@@ -185,7 +185,7 @@ impl Group {
     /// lane's first operation that has a message between them.
     ///
     /// # Errors
-    /// The group's first cause. An error of this call becomes the first cause.
+    /// The group's first failure. An error of this call becomes the first failure.
     pub fn lane(&self) -> Result<Lane> {
         let Membership { health, stats, epoch, .. } = &*self.membership;
         let conns = self.conns()?;
@@ -218,7 +218,7 @@ impl Group {
     ///
     /// # Errors
     /// `InvalidArgument` for a size beyond the address space. `System` if memory or descriptors are short, or in a
-    /// forked child. Otherwise the group's first cause.
+    /// forked child. Otherwise the group's first failure.
     pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
         let Membership { health, hosts, control, registry, .. } = &*self.membership;
         control.plane.owner.check()?;

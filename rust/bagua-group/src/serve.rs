@@ -40,8 +40,7 @@ pub(super) trait Service: Send + Sync + 'static {
         socket: &mut AsyncSocket,
     ) -> impl Future<Output = Accepted<Self::Client>> + Send;
 
-    /// Serves an authenticated client. An implementation must call [`handshake::accept`] first, which tells the client
-    /// that it is accepted.
+    /// Serves an authenticated client. Implementations must first tell the client so, by [`handshake::accept`].
     fn serve(self: Arc<Self>, client: Self::Client, conn: ControlConn) -> impl Future<Output = Accepted<()>> + Send;
 
     /// Called when a connection was refused.

@@ -36,7 +36,7 @@ pub struct DataStream {
 }
 
 impl DataStream {
-    /// Creates the stream over a connection. `more` has the registrations of its other descriptors.
+    /// Creates the stream over a connection. `more` closes further descriptors of the stream in forked children.
     pub(super) fn new(
         conn: DataConn,
         more: Option<ForkFd>,
@@ -96,7 +96,7 @@ pub(super) struct LaneConns {
 
 /// A connection that was begun.
 pub(super) enum Awaited {
-    /// This rank dials: the outcome. Disconnected when the time is over, or this rank has left.
+    /// This rank dials. The channel has the outcome, or disconnects after the deadline or if this rank leaves.
     Dialled(Receiver<std::result::Result<DataConn, Failed>>),
     /// The peer dials.
     Accepted(ConnKey),

@@ -20,15 +20,13 @@ use crate::wait::Deadline;
 
 /// A collective operation with its reduce operation and root.
 ///
-/// The variants describe their buffers. n is the number of ranks, r is a rank, N is the size of a tensor in bytes, and
-/// c is the size of one rank's shard in bytes. A verb has either one buffer (in place, [`Io::InPlace`]) or a source and
-/// a destination (separate buffers, [`Io::Split`]).
+/// In the variants, n is the number of ranks, r is a rank, N is the size of a tensor in bytes, and c is the size of one
+/// rank's shard in bytes. A verb works in place ([`Io::InPlace`]) or has a source and a destination ([`Io::Split`]).
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
     /// Every rank gets the reduction of all tensors. Every buffer has N bytes.
     AllReduce(ReduceOp),
-    /// `root` gets the reduction of all tensors. Every buffer has N bytes. In place, the buffer is unchanged on ranks
-    /// other than `root`. With separate buffers, ranks other than `root` do not use the destination.
+    /// `root` gets the reduction of all tensors. Every buffer has N bytes. The other ranks change no buffer.
     Reduce {
         /// How elements are combined.
         op: ReduceOp,
@@ -55,8 +53,8 @@ pub enum Verb<'a> {
         /// Rank that sends the shards.
         root: usize,
     },
-    /// Rank r gets the reduction of shard r of all ranks. In place, the buffer has n * c bytes, with the result at r *
-    /// c and the other shards unchanged. Otherwise the source has n * c bytes, and the destination c.
+    /// Rank r gets the reduction of shard r of all ranks. In place, the buffer has n * c bytes, and only the shard at r
+    /// * c changes. Otherwise the source has n * c bytes, and the destination c.
     ReduceScatter(ReduceOp),
     /// Rank r gets shard r of every rank, in rank order. Every buffer has n * c bytes.
     AllToAll,
@@ -144,8 +142,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Returns two factors, for `ranks` ranks: the number of elements of the source and of the destination, each
-    /// divided by the count in the operation's fingerprint.
+    /// Returns the lengths of source and destination for `ranks` ranks, in units of the fingerprint's element count.
     pub const fn shards(self, ranks: usize) -> (usize, usize) {
         match self {
             Layout::Equal | Layout::Parts => (1, 1),

@@ -31,8 +31,7 @@ pub struct OpStats {
     pub encode_ns: AtomicU64,
     /// Number of records that this rank encoded as NaN because their values were not finite.
     pub nonfinite_records: AtomicU64,
-    /// Counters of such records that are kept elsewhere, for example on devices. A snapshot adds their values to
-    /// `nonfinite_records`.
+    /// Counters of such records on devices. A snapshot adds them to `nonfinite_records`.
     more_nonfinite: Mutex<Vec<Arc<dyn Counter>>>,
 }
 

@@ -72,7 +72,7 @@ impl Origin {
 
 impl Origin {
     /// Returns the exception for a failure on this rank outside of a communication thread. Unless an argument caused
-    /// the failure, the group is poisoned. If the group failed before, the exception is that of its first cause.
+    /// the failure, the group fails too. If the group had already failed, returns the exception for its first failure.
     pub fn fail(&self, py: Python<'_>, error: Error) -> PyErr {
         let error = if error.is_argument() { error } else { py.detach(|| self.0.health.fail(error)) };
         self.raise(py, error)

@@ -31,7 +31,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Returns the exception for Python. An exception of a signal handler comes before the error of the verb.
+    /// Returns the exception for Python: that of a signal handler if one raises, otherwise the error of the verb.
     pub fn raise(self, py: Python<'_>, origin: &Origin) -> PyErr {
         match self {
             Failure::Raised(raised) => raised,

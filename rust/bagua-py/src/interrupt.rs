@@ -64,8 +64,7 @@ pub fn fail_group(py: Python<'_>, group: &Group, raised: &PyErr) {
     py.detach(|| group.raise(&kind, &text));
 }
 
-/// Runs `work` on a new thread and waits for its result. If a signal handler raises, returns that exception at once;
-/// `work` then ends later, by its own deadline.
+/// Runs `work` on a new thread. If a signal handler raises, returns at once; `work` then ends by its own deadline.
 pub fn run_on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,

@@ -111,7 +111,7 @@ class OuterExchange(BetweenSteps):
                 # sub(alpha=) may round product and difference together.
                 anchor.copy_(anchor.to(move.dtype).sub_(move.mul(algorithm.outer_lr)))
                 param.copy_(anchor)
-                # Otherwise, finite weights that are loaded later would become non-finite again in the next round.
+                # A NaN in an anchor would spoil the next round even after finite weights are loaded.
                 anchor.nan_to_num_(0.0, 0.0, 0.0)
         self._forget()
 
@@ -133,7 +133,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
     hierarchical: bool
     compression: Compression
     error_feedback: bool
-    # Values of local SGD, which has no such options.
+    # With these values, an outer step sets the weights to their mean, which is local SGD. DiLoCo has options for them.
     outer_lr = 1.0
     outer_momentum = 0.0
     nesterov = False
@@ -144,7 +144,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
             communicates=lambda step: (step + 1) % self.communication_interval == 0,
             # Rank 0's buffers are sent after a round instead.
             sends_buffers=False,
-            # The result of a round depends on the anchors, unless it is a plain mean of weights.
+            # A round computes with the anchors (the weights after the last round), unless the result is a plain mean.
             has_weight_state=bool(self.outer_momentum or self.outer_lr != 1.0 or self.compression is not None),
             fixes_initial_weights=True,
             pads_buckets=True,

@@ -403,7 +403,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return self._moments
 
     def _end_moments(self) -> None:
-        """Disconnects the optimizer, which then works alone."""
+        """Disconnects the optimizer, which then steps without communication."""
         if self._moments is not None:
             self._moments.end()
             self._moments = None

@@ -31,7 +31,7 @@ from ..tensor import effective, registration
 
 __all__ = ["CommHook", "GradBucket", "HookedAllReduce", "check"]
 
-#: Called with its state and a bucket. The future's value is the bucket's communicated buffer.
+#: A communication hook: called with the user's state and a bucket. Its future has the bucket's communicated buffer.
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 # Sizes of torch's buckets in bytes, the first one and the others. Hooks with a state per bucket then have the same

@@ -223,7 +223,7 @@ class BucketEngine:
     def join_averager(
         self, memory: AveragedMemory, interval: float, codec: extension.Codec | None, timeout: float
     ) -> extension.Averager:
-        """Starts the same thread in a process that joins a running job, within ``timeout`` seconds."""
+        """Starts an averaging thread in a process that joins a running job, within ``timeout`` seconds."""
         assert memory.join_server is not None
         averager = memory.join_server.join(
             self.name,

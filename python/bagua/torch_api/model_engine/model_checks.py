@@ -137,8 +137,8 @@ class KeptWeights:
             self._before = {name: param.detach().clone() for name, param in self._parameters}
 
     def before_step(self) -> None:
-        """Looks for changes of the weights since :meth:`remember` for the last time before an optimizer step, which
-        itself changes the weights.
+        """Looks for changes since :meth:`remember` before an optimizer step, because the step changes the weights
+        itself.
         """
         if self._before is not None:
             self._changed, self._before = self._find(), None

@@ -223,7 +223,7 @@ class WeightUpdate(BetweenSteps, WeightTensors):
         self._handed: list[tuple[_Slot, torch.Tensor | None]] = []
 
     def abandon(self) -> None:
-        """Leaves this step's exchange to be done later, because the peers wait for this rank's part."""
+        """Ends the step. An exchange that was open becomes due later, because the peers wait for this rank's part."""
         self._due = self._due or self._open
         self._open = False
 

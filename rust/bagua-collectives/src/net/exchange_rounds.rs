@@ -98,7 +98,7 @@ pub(super) fn disjoint<'a>(data: &'a mut [u8], ranges: &[Range<usize>]) -> Vec<&
     parts
 }
 
-/// Returns `count` neighbours in a circle of `n`, starting with `first`, as one run or two.
+/// Returns the indices `first..first + count` modulo `n`, as one range, or as two ranges if they wrap around.
 pub(super) fn circular(first: usize, count: usize, n: usize) -> impl Iterator<Item = Range<usize>> {
     let end = first + count;
     let wraps = end > n;

@@ -42,7 +42,7 @@
 //!
 //! **With more ranks**, values are combined in a different order, which is the same on every rank and in every run, and
 //! f16 and bf16 are combined in float32 with one rounding. Some pairs of ranks exchange no message. If such a pair
-//! disagrees, a neighbour finds out, and the other ranks get the mismatch as the group's first cause. For this, each of
+//! disagrees, a neighbour finds out, and the other ranks get the mismatch as the group's first failure. For this, each of
 //! these verbs without a root begins with a message to the next rank. Ranks of a tree compare headers only with the
 //! ranks above and below them, so if one rank runs a verb with a root and the others a different verb, possibly only
 //! the deadline ends the operation.
@@ -93,7 +93,7 @@ pub struct Net {
 struct Limits {
     /// Number of bytes, over all ranks, that go through all rounds together if they are copied or staged.
     chunk: usize,
-    /// Size of a shard in bytes from which shards are sent along a ring.
+    /// Minimum size of a shard in bytes for sending the shards along a ring.
     ring_shard: usize,
 }
 
@@ -111,7 +111,7 @@ impl Net {
         Net { algorithm, ..self }
     }
 
-    /// Returns how to cut runs of elements, the longest of which has `longest` elements of `size` bytes.
+    /// Returns how to cut ranges of elements into pieces. The longest range has `longest` elements of `size` bytes.
     fn pieces(&self, longest: usize, size: usize) -> Pieces {
         let bytes = (STAGING / self.size()).clamp(PIECE.0, PIECE.1);
         Pieces::new(longest, bytes / size)

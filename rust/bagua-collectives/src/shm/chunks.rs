@@ -119,7 +119,7 @@ pub(super) fn fill_for_each(
     stride: usize,
 ) {
     for rank in others(segment.index, segment.ranks) {
-        // SAFETY: S2 or W2.
+        // SAFETY: no other rank accesses this buffer while it is filled (`protocol`, S2, W2).
         let out = unsafe { segment.write(segment.index, buffer, shifted(0..range.len(), rank * stride)) };
         copy(&input[shifted(range.clone(), rank * shard)], out);
     }

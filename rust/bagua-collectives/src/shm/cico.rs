@@ -91,9 +91,9 @@ impl Reduction<'_, '_> {
                 (share.start + block.start).min(share.end)..(share.start + block.end).min(share.end)
             };
             let (out, into) = (within(beside.out.len()), within(beside.into.len()));
-            // SAFETY: W2. The peer that wrote the result here did so when it took that chunk.
+            // SAFETY: rule W2. The peer that wrote the result here did so when it took that chunk.
             beside.out[out.clone()].copy_from_slice(unsafe { segment.read(segment.index, buffer, out) });
-            // SAFETY: W2. The slice above is no longer used.
+            // SAFETY: rule W2. The slice above is no longer used.
             unsafe { segment.write(segment.index, buffer, into.clone()) }.copy_from_slice(&beside.into[into]);
         }
     }
@@ -125,7 +125,7 @@ impl Reduction<'_, '_> {
         let mut own = Some(&mut dst[mine.clone()]);
         let part = |rank| match own.take_if(|_| rank == me) {
             Some(own) => own,
-            // SAFETY: W1. Only this rank reads and writes its share of every window.
+            // SAFETY: rule W1. Only this rank reads and writes its share of every window.
             None => unsafe { segment.write(rank, buffer, mine.clone()) },
         };
         let mut parts: Vec<&mut [u8]> = (0..segment.ranks).map(part).collect();
@@ -141,8 +141,7 @@ impl Reduction<'_, '_> {
         self.refill_block(segment, next, &mut beside, mine.len()..self.each(segment));
     }
 
-    /// Reduces a chunk of a reduce, after copying the chunk after it from the tensor to the window. The root first
-    /// copies the result of the chunk before to its tensor.
+    /// Reduces a chunk of a reduce. First fills the window with the next chunk, and on the root takes the last result.
     fn step_towards(&self, segment: &Segment, root: usize, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, ranks) = (segment.index, segment.ranks);
         if root == me {
@@ -155,7 +154,7 @@ impl Reduction<'_, '_> {
         let range = self.cut.range(chunk);
         let mine = self.share(segment, me, range.len());
         let local = shifted(mine.clone(), range.start);
-        // SAFETY: W1. Only this rank reads and writes its share of every window.
+        // SAFETY: rule W1. Only this rank reads and writes its share of every window.
         let theirs = |rank| unsafe { segment.read(rank, buffer, mine.clone()) };
         if root == me {
             combine_into(self.cx, self.op, inputs(ranks, theirs), me, io, local.clone(), local);

@@ -29,8 +29,8 @@
 //! A limit: the restored mask is that which the kernel reported, so the thread gains nothing if its cpuset grows later.
 //!
 //! Measured with `benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`, on two cores of an Intel Xeon
-//! (Sapphire Rapids, virtual), 2026-11-24. The ranks of torchrun sleep for 50 ms before each batch of 200 calls. A batch
-//! is slow if it takes more than 3 times as long as the best one. Each run has 80 batches.
+//! (Sapphire Rapids, virtual), 2026-11-24. The ranks sleep for 50 ms before each batch of 200 calls. A batch is slow if
+//! it takes more than 3 times as long as the best one. Each run has 80 batches.
 //!
 //! | rules | slow batches in each run |
 //! |---|---|

@@ -217,7 +217,7 @@ impl Shm {
                 _ if swaps => swap.phase(segment, phase, &mut io),
                 Phase::Fill(chunk) if chunk < cut.chunks && root != Some(me) => {
                     let range = cut.range(chunk);
-                    // SAFETY: S2 or W2.
+                    // SAFETY: no other rank accesses this buffer while it is filled (`protocol`, S2, W2).
                     let out = unsafe { segment.write(me, buffer, 0..range.len()) };
                     copy(&io.input()[shifted(range, own)], out);
                 }
@@ -225,7 +225,7 @@ impl Shm {
                     let range = cut.range(chunk);
                     io.keep_own(shifted(range.clone(), own), me * shard + range.start);
                     for rank in others(me, ranks) {
-                        // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
+                        // SAFETY: rule S2 or W1: a rank does not write to its buffer while its peers read from it.
                         let from = unsafe { segment.read(rank, buffer, 0..range.len()) };
                         copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
                     }
@@ -285,18 +285,18 @@ impl Shm {
         let found = self.run_or_offer(cx, verb, (route, false), tensor, |segment, phase, buffer| match phase {
             Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
                 let range = cut.range(chunk);
-                // SAFETY: S2 or W2.
+                // SAFETY: no other rank accesses this buffer while it is filled (`protocol`, S2, W2).
                 copy(&data[range.clone()], unsafe { segment.write(me, buffer, 0..range.len()) });
             }
             Phase::Take(chunk) if me != root => {
                 let range = cut.range(chunk);
                 if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
-                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and no third
+                    // SAFETY: rule W1: the root does not access its window before this rank's next arrival; no third
                     // rank exists.
                     let window = unsafe { segment.write(root, buffer, 0..range.len()) };
                     copy_and_own(window, &mut data[range]);
                 } else {
-                    // SAFETY: S2 or W1: the root does not write to its buffer while its peers read from it.
+                    // SAFETY: rule S2 or W1: the root does not write to its buffer while its peers read from it.
                     let from = unsafe { segment.read(root, buffer, 0..range.len()) };
                     copy(from, &mut data[range]);
                 }
@@ -318,7 +318,7 @@ impl Shm {
             Phase::Fill(chunk) if chunk < cut.chunks && me == root => {
                 let range = cut.range(chunk);
                 for rank in (0..ranks).filter(|rank| *rank != me) {
-                    // SAFETY: S2 or W2.
+                    // SAFETY: no other rank accesses this buffer while it is filled (`protocol`, S2, W2).
                     let out = unsafe { segment.write(me, buffer, shifted(0..range.len(), rank * stride)) };
                     copy(&io.input()[shifted(range.clone(), rank * shard)], out);
                 }
@@ -326,7 +326,7 @@ impl Shm {
             }
             Phase::Take(chunk) if me != root => {
                 let range = cut.range(chunk);
-                // SAFETY: S2 or W1: the root does not write to its buffer while its peers read from it.
+                // SAFETY: rule S2 or W1: the root does not write to its buffer while its peers read from it.
                 let from = unsafe { segment.read(root, buffer, shifted(0..range.len(), me * stride)) };
                 copy(from, &mut io.output()[shifted(range, own)]);
             }
@@ -349,7 +349,7 @@ impl Shm {
             Phase::Take(chunk) => {
                 let range = cut.range(chunk);
                 let inputs = inputs(ranks, |rank| {
-                    // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
+                    // SAFETY: rule S2 or W1: a rank does not write to its buffer while its peers read from it.
                     unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) }
                 });
                 let from = shifted(range.clone(), me * shard);
@@ -362,7 +362,7 @@ impl Shm {
             let inputs = inputs(ranks, |rank| match rank {
                 // Replaced by this rank's own input below.
                 _ if rank == me => &[],
-                // SAFETY: D2, and each rank writes only to a range that no other rank reads.
+                // SAFETY: rule D2, and each rank writes only to a range that no other rank reads.
                 _ => unsafe { tensors.read(rank, mine.clone()) },
             });
             combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..shard, to));
@@ -396,7 +396,7 @@ impl Shm {
                 let own = shifted(range.clone(), me * shard);
                 io.keep_own(own.clone(), own.start);
                 for rank in others(me, ranks) {
-                    // SAFETY: S2 or W1: a rank does not write to its buffer while its peers read from it.
+                    // SAFETY: rule S2 or W1: a rank does not write to its buffer while its peers read from it.
                     let from = unsafe { segment.read(rank, buffer, shifted(0..range.len(), me * stride)) };
                     copy(from, &mut io.output()[shifted(range.clone(), rank * shard)]);
                 }

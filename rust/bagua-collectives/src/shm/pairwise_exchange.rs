@@ -47,7 +47,7 @@ impl Pairwise {
             Phase::Fill(0) => {
                 let first = self.cut.range(0);
                 for block in blocks(first.len()) {
-                    // SAFETY: W2.
+                    // SAFETY: no other rank accesses the window while it is filled (`protocol`, W2).
                     let window = unsafe { segment.write(segment.index, Buffer::Window(0), block.clone()) };
                     self.copy_in(window, shifted(block, first.start), io);
                 }
@@ -63,11 +63,11 @@ impl Pairwise {
         let (received, sent) = (self.cut.range(chunk), self.cut.behind(chunk));
         // A chunk is never longer than the one before it.
         for block in blocks(received.len()) {
-            // SAFETY: X1.
+            // SAFETY: only this rank accesses this window now (`protocol`, X1).
             let window = unsafe { segment.read(owner, Buffer::Window(0), block.clone()) };
             io.output()[shifted(block.clone(), received.start + self.recv)].copy_from_slice(window);
             let block = block.start.min(sent.len())..block.end.min(sent.len());
-            // SAFETY: X1; the slice above is no longer used.
+            // SAFETY: rule X1; the slice above is no longer used.
             let window = unsafe { segment.write(owner, Buffer::Window(0), block.clone()) };
             self.copy_in(window, shifted(block, sent.start), io);
         }

@@ -175,9 +175,9 @@ impl Protocol {
         }
     }
 
-    /// Runs one operation: calls `phase` for each phase of each chunk, with the chunk's buffer. With `collect`, there
-    /// is one more call after all ranks have taken the last chunk: `Fill(c + 1)` if c is the number of chunks. In that
-    /// call, the verb copies the results of the last chunk out of its buffer.
+    /// Runs one operation: calls `phase` for each phase of each chunk, with the chunk's buffer. With `collect`, also
+    /// calls it with `Fill(c + 1)`, if c is the number of chunks, after all ranks have taken the last chunk. The verb
+    /// then copies the last results out of its buffer.
     ///
     /// If all ranks offer tensors in arenas, does not call `phase`, and returns the offsets of the tensors in the
     /// ranks' parts, by rank on this host. The caller then works on the tensors and calls [`Protocol::leave`]. If the
@@ -406,8 +406,7 @@ impl Protocol {
             if !reached(seen, target) && seen & CLOSED == 0 {
                 let limit = self.slice.min(cx.deadline.left().max(Duration::from_micros(100)));
                 let mask = self.placement.as_ref().and_then(|placement| placement.mask_asleep(&self.segment));
-                // Change the affinity mask only around the sleep, inside `blocking_wait`, which also runs code of the
-                // program.
+                // The affinity mask holds only for the sleep: `blocking_wait` also runs code of the program.
                 blocking_wait(|| match &mask {
                     Some(mask) => mask.during(|| futex::wait(word, seen, limit)),
                     None => futex::wait(word, seen, limit),

@@ -121,8 +121,8 @@ impl Segment {
         self.announced(rank, parity, 1 + word)
     }
 
-    /// Returns word 0, 1 or 2 of what a rank announces: the digest, and two words of its offer. There is one set for
-    /// even operations and one for odd ones (`parity`). Both are on the cache line of the arrival word.
+    /// Returns a word that a rank announces: its digest (0) or its offer (1 and 2), for even or odd operations
+    /// (`parity`). All of them are on the cache line of the arrival word.
     fn announced(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.arena.long(rank * CONTROL + 8 * (1 + 3 * parity + word))
     }

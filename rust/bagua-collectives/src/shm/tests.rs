@@ -120,7 +120,7 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
     let whole = n * chunk;
     let at = |r: usize| r * chunk..(r + 1) * chunk;
     let joined = || (0..n).flat_map(|r| data(r, seed, dtype, chunk)).collect::<Vec<u8>>();
-    // The input of the verb, and the length of its output if the call has separate buffers.
+    // The input of the verb, and the length of its output in a separate buffer.
     let (input, out_len): (Vec<u8>, usize) = match verb {
         Kind::AllReduce | Kind::Reduce | Kind::Broadcast => (data(me, seed, dtype, chunk), chunk),
         Kind::AllGather | Kind::Gather => (data(me, seed, dtype, chunk), whole),
@@ -296,7 +296,7 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
     for receives in [true, false] {
         let outcomes = on_all(2, |index, mut rank| {
             one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1000, 0, false);
-            // A group's control plane would notify the rank in the collective. Here it runs into a short deadline.
+            // There is no control plane here to notify the rank in the collective, so that rank gets a short deadline.
             rank.limit = Duration::from_secs(1);
             let mut data = vec![0; 4 << 20];
             if index == 0 {

@@ -178,14 +178,14 @@ impl PeerBuffers {
                 let mut own = Some(own);
                 let part = |rank| match own.take_if(|_| rank == me) {
                     Some(own) => own,
-                    // SAFETY: D2. Only this rank reads and writes its share of every tensor.
+                    // SAFETY: rule D2. Only this rank reads and writes its share of every tensor.
                     None => unsafe { self.write(rank, mine.clone()) },
                 };
                 let mut parts: Vec<&mut [u8]> = (0..ranks).map(part).collect();
                 combine_everywhere(cx.dtype(), op, &mut parts);
             }
             Some(root) => {
-                // SAFETY: D2. Only this rank reads and writes its share of every tensor.
+                // SAFETY: rule D2. Only this rank reads and writes its share of every tensor.
                 let theirs = |rank| unsafe { self.read(rank, mine.clone()) };
                 if root == me {
                     let inputs: Vec<_> = (0..ranks).map(|rank| (rank != me).then(|| theirs(rank))).collect();
@@ -214,11 +214,11 @@ impl PeerBuffers {
         let pushed = cut..data.len();
         if me == root {
             for rank in others(me, ranks) {
-                // SAFETY: D2. Only the root accesses this range of another rank's tensor.
+                // SAFETY: rule D2. Only the root accesses this range of another rank's tensor.
                 unsafe { self.write(rank, pushed.clone()) }.copy_from_slice(&data[pushed.clone()]);
             }
         } else {
-            // SAFETY: D2. No rank writes to the root's tensor.
+            // SAFETY: rule D2. No rank writes to the root's tensor.
             data[..cut].copy_from_slice(unsafe { self.read(root, 0..cut) });
         }
     }
@@ -227,7 +227,7 @@ impl PeerBuffers {
     /// ranges they read.
     pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
         for rank in others(me, self.offsets.len()) {
-            // SAFETY: D2. The verbs that call this write only to ranges that no other rank reads.
+            // SAFETY: rule D2. The verbs that call this write only to ranges that no other rank reads.
             out[to(rank)].copy_from_slice(unsafe { self.read(rank, range.clone()) });
         }
     }

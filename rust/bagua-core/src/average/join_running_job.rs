@@ -13,7 +13,7 @@ use crate::group::{Bootstrap, Group, JoinConnection, JoinMessage, JoinRequest, J
 use crate::request::{Io, Verb};
 use crate::types::DType;
 
-/// How long one answer of the other end may take.
+/// How long a joining rank and a member of the job wait for each other's answers.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// How long a joining rank waits for the next round. The ranks train meanwhile, and start a round every interval.
@@ -51,8 +51,8 @@ fn open(bootstrap: Bootstrap, addresses: &[Vec<u8>]) -> Result<(Group, Lanes)> {
 }
 
 impl Peers {
-    /// Admits rank `joiner` of the job. `held` is its connection, on the rank that holds it. Returns `None` if the rank
-    /// did not join and this group continues. Collective.
+    /// Admits rank `joiner` of the job. `held` is the joiner's connection, on the member that has it. Returns `None` if
+    /// the rank did not join and this group continues. Collective.
     pub(super) fn admit(
         &mut self,
         joiner: usize,

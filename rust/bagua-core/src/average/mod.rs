@@ -57,7 +57,7 @@ pub struct Settings {
     pub elastic: Option<Elastic>,
 }
 
-/// The settings for ranks that come back.
+/// Settings that lost ranks need to rejoin the averaging of an elastic job.
 pub struct Elastic {
     /// This rank's server.
     pub server: Arc<JoinServer>,

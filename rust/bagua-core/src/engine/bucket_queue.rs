@@ -36,7 +36,7 @@ struct BucketProgress {
     went: Vec<bool>,
     /// Buckets that were sent and that no `wait` has reported yet, in order.
     pending: Vec<Pending>,
-    /// Devices with finished buckets whose results no stream of a `wait` has been ordered after.
+    /// Devices with results of finished buckets for which no `wait` has made its stream wait yet.
     written: Vec<Arc<dyn Device>>,
     sent: u64,
     /// The training step that all ranks compare. 0 if they do not compare steps.
@@ -67,7 +67,7 @@ impl Engine {
         Ok(Engine { worker, _group: None, state: Mutex::new(BucketProgress::default()) })
     }
 
-    /// Waits for pending buckets, then replaces all buckets. Marks of an incomplete step are forgotten.
+    /// Waits for pending buckets, then replaces all buckets and drops the ready marks of an incomplete step.
     ///
     /// The buckets are communicated in the order given, which must be the same on all ranks.
     ///

@@ -39,7 +39,7 @@ pub struct Handle {
 
 struct Outcome {
     state: Mutex<JobOutcome>,
-    /// Mirror of `state.result.is_some()` for the spin.
+    /// True if `state.result` is set. A spinning waiter reads this flag instead of locking `state`.
     done: AtomicBool,
     /// True if a wait or a callback got the result. The next call then does not have to report an error in it.
     seen: AtomicBool,
@@ -72,7 +72,7 @@ impl Handle {
 
     /// Creates the handle of an operation that is already done.
     pub fn completed(result: Result<()>) -> Handle {
-        // No wait for it times out, so no error names the rank.
+        // The rank only matters to timeouts, and waits for this handle return at once.
         Handle::new(0, Some(result), None)
     }
 

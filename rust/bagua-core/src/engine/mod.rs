@@ -13,7 +13,7 @@
 //! 1. **Program order.** Jobs that one thread submits to or runs on a worker happen in that order.
 //! 2. **No error is lost.** An error reaches the handle and its callbacks. If a job has neither, the worker's next call
 //!    returns its error. The next `wait` also returns errors of buckets. If a failure causes further errors, callers
-//!    get the group's first cause.
+//!    get the group's first failure.
 //! 3. **No waiter is left behind**, and no callback. A job ends with its result, with a panic (a `System` error), or
 //!    with the end of the worker (`Aborted`).
 //! 4. **Marking never waits for communication.** A bucket's memory is moved to the thread by value, and its lock is

@@ -19,9 +19,9 @@ use crate::wait::lock;
 
 /// Number of timed communications of a bucket per period. Half of them use the codec.
 pub const TRIALS: usize = 10;
-/// Number of communications after which the two variants are compared again.
+/// Number of communications after which the all-reduces with and without the codec are timed and compared again.
 pub const PERIOD: u64 = 1000;
-/// The codec is used if the median without it is more than this factor longer than with it.
+/// The codec is used if the median time without it is more than this many times the median time with it.
 const PREFER_PLAIN: f64 = 1.05;
 
 /// The all-reduce of a bucket with or without a codec, whichever is faster: see the module.

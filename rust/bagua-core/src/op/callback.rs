@@ -37,7 +37,7 @@ impl Op for CallbackOp {
                 Error::UnsupportedType(text) => Error::UnsupportedType(place(text)),
                 Error::NotImplemented(text) => Error::NotImplemented(place(text)),
                 Error::System { message, source } => Error::System { message: place(message), source },
-                // The callback ran a collective of its own. These errors already say where they come from.
+                // These errors come from a collective that the callback ran. Their texts already name that operation.
                 other @ (Error::PeerLost { .. }
                 | Error::Timeout { .. }
                 | Error::PeerRaised { .. }

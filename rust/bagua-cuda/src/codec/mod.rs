@@ -25,7 +25,7 @@ pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
     }
 }
 
-/// Loads the kernels that these steps need. Fails with `Unavailable` if NVRTC is missing or fails, and `Device`.
+/// Loads the kernels that the steps `parts` of a codec need. Errors: `Unavailable` without a working NVRTC, `Device`.
 pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[CodecStep]) -> Result<()> {
     let mut names = parts.iter().flat_map(|part| kernels.names(*part, dtype));
     names.try_for_each(|name| context.kernel(&name).map(drop))

@@ -58,8 +58,8 @@ pub(crate) fn unique_id(nccl: &Nccl, context: &Context) -> Result<[u8; UNIQUE_ID
 }
 
 impl Communicator {
-    /// Joins the other ranks, which must have the same unique id. Fails with `Device` if NCCL or CUDA fails, with
-    /// `Timeout` if not all ranks join, or with the error that the group already failed with.
+    /// Joins the other ranks, which must have the same unique id. Fails with `Device`, with `Timeout` if not all ranks
+    /// join, or with the group's first failure.
     pub(crate) fn new(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
@@ -129,7 +129,7 @@ impl Communicator {
     }
 
     /// Runs `work` as one operation after the start of `place`, and marks its end there. `work` uses
-    /// [`Communicator::call`]. Returns an error of `work`, which ends the communicator, or the group's first cause.
+    /// [`Communicator::call`]. Returns an error of `work`, which ends the communicator, or the group's first failure.
     pub(crate) fn operate(
         &self,
         cx: &OpContext<'_>,
@@ -159,7 +159,7 @@ impl Communicator {
     }
 
     /// Runs one NCCL call, or a group of calls. Returns when the work is on the stream. Fails with `Device`, the
-    /// group's first cause, or `Timeout`.
+    /// group's first failure, or `Timeout`.
     pub(crate) fn call(
         &self,
         cx: &OpContext<'_>,

@@ -153,7 +153,7 @@ impl Watched {
         lock(&self.state).doomed.clone()
     }
 
-    /// Poisons the group, and makes the thread abort the communicator. Returns the group's first cause.
+    /// Poisons the group, and makes the thread abort the communicator. Returns the group's first failure.
     pub(super) fn doom(&self, error: Error) -> Error {
         let cause = self.health.fail(self.caused(error));
         lock(&self.state).doomed.get_or_insert_with(|| cause.clone());
@@ -221,7 +221,7 @@ impl Watched {
         }
     }
 
-    /// Returns the group's first cause if anything has failed.
+    /// Returns the group's first failure if anything has failed.
     fn check_all(&self) -> Result<()> {
         if let Some(cause) = self.cause().or_else(|| self.failure()) {
             return Err(cause);
@@ -230,7 +230,7 @@ impl Watched {
         self.check_operations(&mut lock(&self.state)).map_err(|error| self.doom_later(error))
     }
 
-    /// Poisons the group with an error that this rank found itself. Returns the group's first cause.
+    /// Poisons the group with an error that this rank found itself. Returns the group's first failure.
     fn doom_later(&self, error: Error) -> Error {
         self.health.fail(error)
     }

@@ -106,7 +106,7 @@ impl Plane {
                 Err(why @ Failed::Refused(Refusal::Busy)) => _ = ends(&why),
                 Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
                 Err(why @ Failed::Broken { .. }) => {
-                    // The peer listened before it published its name: a name that does not exist here is in another namespace.
+                    // The peer's Unix socket exists. If it cannot be found here, the peer is in another namespace.
                     if kind == SocketKind::Unix
                         && dial.purpose == Purpose::Control
                         && !self.unix_name_exists(address).await

@@ -28,7 +28,7 @@ pub(super) struct Entry {
     health: Weak<GroupHealth>,
     /// World ranks of the members, by group rank.
     ranks: Vec<usize>,
-    /// Broadcasts a failure that this rank finds to the members, and notes one of the world group, until the group is removed.
+    /// One sends failures that this rank finds to the members. The other records failures of the world group.
     _subscriptions: [Subscription; 2],
 }
 
@@ -178,14 +178,14 @@ impl Plane {
         lock(&self.groups).known.get(&id)?.health.upgrade()
     }
 
-    /// The healths of all existing groups except one.
+    /// Returns the failure states of all existing groups except one.
     fn healths_except(&self, excluded: Option<u64>) -> Vec<Arc<GroupHealth>> {
         let groups = lock(&self.groups);
         let others = groups.known.iter().filter(|(id, _)| Some(**id) != excluded);
         others.filter_map(|(_, entry)| entry.health.upgrade()).collect()
     }
 
-    /// The groups that have failed.
+    /// Returns the ids of the groups that have failed.
     pub(super) fn failed_groups(&self) -> HashSet<u64> {
         let groups = lock(&self.groups);
         let known = groups.known.iter().filter_map(|(id, entry)| Some((*id, entry.health.upgrade()?)));

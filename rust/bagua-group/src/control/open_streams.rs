@@ -161,7 +161,7 @@ impl OpenStreams {
 /// See [`Plane::end_streams`](super::Plane::end_streams).
 pub(super) fn end(streams: &[Weak<TcpStream>]) {
     for stream in streams.iter().filter_map(Weak::upgrade) {
-        // The peer may have closed it.
+        // An error is ignored, because the peer may have closed the stream already.
         let _ = stream.shutdown(Shutdown::Write);
     }
 }

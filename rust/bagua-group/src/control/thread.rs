@@ -63,7 +63,7 @@ impl Drop for Leaving {
     fn drop(&mut self) {
         let Some(end) = self.end.take() else { return };
         if !self.owner.is_current() {
-            // The thread is the parent's, and may have held a lock at the fork.
+            // In a forked child: the thread exists only in the parent, and may have held a lock at the fork.
             std::mem::forget(end);
             return;
         }
@@ -168,8 +168,7 @@ impl Control {
             // The thread cannot join itself; it ends when it returns to its event loop.
             return None;
         }
-        // The control plane's task ends within LEAVING heartbeat timeouts. One more is for a thread that waits for a
-        // processor.
+        // The control plane's task ends within LEAVING timeouts. The thread may also wait for a processor.
         let limit = self.plane.config.heartbeat_timeout * (LEAVING + 1);
         Some(Leaving { end: Some(end), owner, limit })
     }

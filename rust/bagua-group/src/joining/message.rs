@@ -16,9 +16,9 @@ pub struct JobStatus {
     /// Rank of the member.
     #[serde(with = "rank")]
     pub rank: usize,
-    /// Distinguishes its process from others of the same rank.
+    /// Random number that distinguishes this process from other processes with the same rank.
     pub incarnation: u64,
-    /// The job is formed, and this rank in it.
+    /// True if the job has formed its group and this rank is a member.
     pub in_job: bool,
     /// Names of the models whose averaging a rank can join.
     #[serde(with = "Texts::<COUNT_LIMIT>")]
@@ -57,18 +57,18 @@ pub enum JoinMessage {
         #[serde(with = "text")]
         text: String,
     },
-    /// From the server: bind for a group of these ranks, as this one of them.
+    /// From the server: the receiver must bind an address for a new group of the ranks `ranks`.
     Bind {
         /// Number of the membership.
         view: u64,
         /// Rank of the receiver in the group.
         #[serde(with = "rank")]
         place: usize,
-        /// Ranks in the job of the group's ranks.
+        /// Ranks within the job, by rank within the new group.
         #[serde(with = "Ranks::<COUNT_LIMIT>")]
         ranks: Vec<usize>,
     },
-    /// To the server: the address in that group; empty where binding failed.
+    /// To the server: the address that the sender bound for the new group; empty if binding failed.
     Address(#[serde(with = "bytes")] Vec<u8>),
     /// From the server: the addresses of all its ranks.
     Addresses(#[serde(with = "BytesOf::<COUNT_LIMIT>")] Vec<Vec<u8>>),

@@ -1,5 +1,5 @@
-//! Operations that combine inside each host first, for a lane whose collective does not know hosts. They run on two
-//! more collectives: one over the ranks of this host, and one over the hosts' first ranks.
+//! Operations that combine inside hosts first, for a lane whose collective does not know hosts: by a collective over
+//! the ranks of this host, and one over the hosts' first ranks.
 
 use super::{Lanes, Options};
 use crate::codec::{Codec, Exchange};

@@ -35,8 +35,8 @@ pub use options::Options;
 
 /// One strictly ordered sequence of operations of a group.
 ///
-/// Invariant: an argument error changes nothing, not even a counter. Any other error has poisoned the health, so that
-/// no operation follows on streams that may be in the middle of a message.
+/// Invariant: an argument error changes nothing, not even a counter. Any other error fails the group (`health`), so
+/// that no later operation uses streams that may be in the middle of a message.
 pub struct Lane {
     /// The collective that moves the data.
     collective: Box<dyn Collective>,
@@ -56,7 +56,7 @@ pub struct Lane {
     step: u32,
     /// Recorder of the operations. `None` for a lane without a process of its own, as in tests.
     recorder: Option<LaneRecorder>,
-    /// The record of the next operation, if it was queued.
+    /// The entry of the next operation in the flight recorder, if the operation was recorded when it was queued.
     queued: Option<Ticket>,
 }
 
@@ -114,7 +114,7 @@ impl Lane {
     ///
     /// # Errors
     /// `InvalidArgument` and `UnsupportedType` for arguments that do not fit, before anything is sent. Otherwise the
-    /// group's first cause.
+    /// group's first failure.
     pub fn run<'a>(
         &mut self,
         options: &Options<'_>,
@@ -209,7 +209,7 @@ impl Lane {
 
     /// Runs an operation with a fingerprint of [`Lane::print_of`]. `by` is another collective of this lane's ranks, or
     /// `None` for the lane's own. The operation is numbered, timed, counted and recorded. Its failure becomes the
-    /// group's first cause. Returns the errors of [`Lane::run`].
+    /// group's first failure. Returns the errors of [`Lane::run`].
     fn perform(
         &mut self,
         by: Option<&mut dyn Collective>,

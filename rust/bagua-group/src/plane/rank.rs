@@ -225,8 +225,7 @@ pub(in super::super) struct Rank<N: Network> {
     last: (usize, u64),
     /// By the rank that notices came from: the last `Seen` that was sent there.
     confirmed: BTreeMap<usize, (usize, u64)>,
-    /// On the coordinator: the ranks that leave, each with the number of the notice that all other ranks must have
-    /// first.
+    /// On the coordinator: the ranks that leave, each with the notice number that all others must have first.
     leavers: Vec<(usize, u64)>,
     /// Set when this rank leaves.
     leaving: Option<bool>,
@@ -437,7 +436,7 @@ impl<N: Network> Rank<N> {
             return;
         }
         if let Some(moved) = farewell {
-            // It left in order, and this rank has not got that notice yet.
+            // The rank left in order, and the notice of that has not arrived here yet.
             let notice = Notice::Left { rank, moved };
             if rank > self.me {
                 self.tell(self.me, notice);
@@ -447,40 +446,40 @@ impl<N: Network> Rank<N> {
             }
             return;
         }
-        // The others close their links to a rank that they go on without.
+        // If the others have excluded this rank, they closed their links, but their processes may live.
         let ended = end.is_broken && !self.is_excluded();
         if rank < self.me {
             self.suspect(rank, end.reason.clone(), ended);
         } else if self.against.contains_key(&rank) {
-            // This rank turned away from this one.
+            // The higher rank counts this one as lost and has closed the link.
         } else if self.tree.parents(rank)[0] == Some(self.me) {
             self.lose(rank, end.reason.clone(), ended);
         } else {
-            // Its parent finds that, too. If the parent dies before, this rank may become the parent.
+            // The rank's parent notices the end, too. If that parent dies first, this rank may become the parent.
             self.broken.insert(rank, (end.reason.clone(), ended));
         }
     }
 
-    /// This rank cannot reach a lower one any more.
+    /// Records that this rank cannot reach a lower one any more.
     fn suspect(&mut self, rank: usize, reason: String, ended: bool) {
         let notice = Notice::Lost { rank, by: self.me, ended, reason };
         if self.is_known_as_gone(rank) {
             return;
         }
         if let Some(link) = self.links.get(&rank) {
-            // If it lives, it learns that this rank turned away from it.
+            // If the lower rank lives, it learns that this rank counts it as lost.
             link.send(&Message::Notices { of: self.me, number: 0, notices: vec![notice.clone()] });
         }
         self.suspects.insert(rank, notice);
         self.rewire();
     }
 
-    /// True if the tree does not have this rank any more, or this rank itself is gone for the others.
+    /// True if `rank` is gone or suspected, or if the others have excluded this rank.
     fn is_known_as_gone(&self, rank: usize) -> bool {
         !self.log.is_present(rank) || self.suspects.contains_key(&rank) || self.is_excluded()
     }
 
-    /// This rank, the parent of another, finds that the other is lost.
+    /// Tells all ranks that a child of this rank is lost.
     fn lose(&mut self, rank: usize, reason: String, ended: bool) {
         // If all know that this rank leaves, or is lost, the others have another parent.
         if self.log.is_present(self.me) {
@@ -665,7 +664,7 @@ impl<N: Network> Rank<N> {
             }
             return;
         }
-        // A rank that reports itself gives way to others.
+        // A rank that reports itself as lost is always believed.
         if let Notice::Lost { rank, by, .. } = notice
             && from != self.me
             && rank != by
@@ -673,7 +672,7 @@ impl<N: Network> Rank<N> {
             if Some(rank) == self.parent() {
                 return self.doubts.push((from, Instant::now(), notice));
             }
-            // This rank has a link to it, whose end it would notice itself.
+            // This rank would notice itself if its link to the child ended.
             let is_own_child = self.tree.parents(rank)[0] == Some(self.me) && self.links.contains_key(&rank);
             if rank == self.me || is_own_child {
                 return;
@@ -705,13 +704,13 @@ impl<N: Network> Rank<N> {
         self.learned(notice);
     }
 
-    /// The coordinator tells all ranks; the rank above passes it on.
+    /// Handles notices that the coordinator sends to all ranks, and that the parent passes on.
     fn noticed(&mut self, from: usize, of: usize, number: u64, notices: Vec<Notice>) {
         if !notices.iter().all(|notice| self.is_in_world(notice)) {
             return;
         }
         if from > self.me {
-            // A rank that turned away from this one: it is deaf, or this one was frozen. See `decide_whether_excluded`.
+            // The higher rank counts this one as lost. `decide_whether_excluded` finds out which of the two is.
             let is_own_loss = |notice: &Notice| matches!(notice, Notice::Lost { rank, .. } if *rank == self.me);
             if let Some(notice) = notices.into_iter().find(is_own_loss) {
                 self.against.entry(from).or_insert((Instant::now(), notice));
@@ -984,11 +983,11 @@ impl<N: Network> Rank<N> {
             if of > number {
                 self.leavers.push((rank, of));
             } else if rank != self.me && self.hop(rank).is_some() {
-                // A rank without a link says again that it leaves when it has one.
+                // A rank without a link reports again that it leaves as soon as it has a link.
                 self.route(Routed { from: self.me, to: vec![rank], body: Body::Ack, is_down: false });
             }
         }
-        // The last one to leave: the others would have to ask the next coordinator.
+        // The coordinator leaves last, because other ranks that leave need its acknowledgement.
         self.is_acknowledged |= self.leaving.is_some() && self.leavers.is_empty();
     }
 
@@ -996,7 +995,7 @@ impl<N: Network> Rank<N> {
     fn look(&mut self) {
         self.is_changed = true;
         let (now, timeout) = (Instant::now(), self.timeout);
-        // This process did not run for so long: it has not read what its peers have sent.
+        // `late` is the time for which this process did not run. It has not yet read what its peers sent meanwhile.
         let late = now.saturating_duration_since(self.looked).saturating_sub(self.beat());
         self.looked = now;
         let mut silent = Vec::new();
@@ -1026,7 +1025,7 @@ impl<N: Network> Rank<N> {
         self.decide_whether_excluded(now);
     }
 
-    /// If higher ranks go on without this one, either this rank is lost, because most others do, or they are.
+    /// If higher ranks count this one as lost, believes them if they are more than half of the others.
     fn decide_whether_excluded(&mut self, now: Instant) {
         self.against.retain(|rank, _| self.log.is_present(*rank));
         let others = (0..self.hosts.len()).filter(|rank| *rank != self.me && self.log.is_present(*rank)).count();

@@ -218,11 +218,11 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Returns rank 0's answer to this rank; `None` for addresses without this rank's own.
+    /// Returns the addresses in rank 0's answer, or `None` if they do not contain this rank's address.
     fn outcome(&self, said: Said) -> Result<Option<Vec<Vec<u8>>>> {
         match said {
             Said::All(all) if all.len() == self.world_size && all[self.rank] == self.address => {
-                // A file that remains does no harm. A claim ends with its connection.
+                // A server drops the value when the connection ends. A file that remains does no harm.
                 let _ = if self.is_kept { self.store.remove(&self.rank.to_string()) } else { Ok(()) };
                 Ok(Some(all))
             }
@@ -232,12 +232,12 @@ impl Exchange<'_> {
         }
     }
 
-    /// The value of a key; `None` while there is none, or it is malformed.
+    /// Returns the value of a key, or `None` if the key has no value or a malformed one.
     fn read(&self, key: &str) -> Result<Option<Entry>> {
         Ok(self.store.get(key)?.and_then(|value| self.parse(key, &value)))
     }
 
-    /// The same. A server answers when there is one, until `limit`.
+    /// Returns the value of a key like [`Exchange::read`]. A server waits up to `limit` until there is a value.
     fn look(&self, key: &str, limit: Duration) -> Result<Option<Entry>> {
         if self.is_kept {
             return self.read(key);

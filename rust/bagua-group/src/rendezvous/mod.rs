@@ -51,12 +51,12 @@ pub struct Awaited(Arc<Mutex<Option<FindRanks>>>);
 type FindRanks = Box<dyn Fn() -> Vec<usize> + Send>;
 
 impl Awaited {
-    /// Ascending. Empty if only other ranks know: rank 0 counts those that have come.
+    /// Returns the missing ranks, ascending. Empty if this rank does not know them, because rank 0 counts.
     pub fn ranks(&self) -> Vec<usize> {
         lock(&self.0).as_ref().map_or_else(Vec::new, |find| find())
     }
 
-    /// Sets how they are found from now on.
+    /// Sets the function that finds the missing ranks from now on.
     pub(super) fn found_by(&self, find: impl Fn() -> Vec<usize> + Send + 'static) {
         *lock(&self.0) = Some(Box::new(find));
     }

@@ -49,9 +49,9 @@ pub(in super::super) enum Reply {
     Value(#[serde(with = "bytes")] Vec<u8>),
     /// The store is full.
     Full,
-    /// The value is no number, or the sum is out of range.
+    /// The value is not a number, or the sum is out of range.
     NoNumber,
-    /// Ascending.
+    /// The keys that have a value, ascending.
     Keys(#[serde(with = "Texts::<KEYS_LIMIT>")] Vec<String>),
 }
 

@@ -51,7 +51,7 @@ pub fn carry_data(lane: &mut Lane) -> Result<()> {
     }
 }
 
-/// Adds numbers of all members, and checks the sum.
+/// All-reduces known numbers over the members of the new view, and checks the sum.
 fn add_data(lane: &mut Lane) -> Result<()> {
     let (own, size) = (lane.rank() as i64, lane.size() as i64);
     let mut data: Vec<u8> = std::iter::repeat_n((own + 1).to_ne_bytes(), NUMBERS).flatten().collect();

@@ -442,7 +442,7 @@ where
         match outcome {
             Outcome::Opened(_, ranks) => {
                 let (group, opened) =
-                    self.built.take().ok_or_else(|| Error::other("a view is open, but its group is not there"))?;
+                    self.built.take().ok_or_else(|| Error::other("the view is open, but its group was never built"))?;
                 // The ranks are ascending.
                 let is_lost = |rank: &usize| ranks.binary_search(rank).is_err();
                 let lost = (0..self.plane.config.world_size).filter(is_lost).collect();

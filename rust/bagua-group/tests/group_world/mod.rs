@@ -66,7 +66,7 @@ pub fn until(what: &str, mut holds: impl FnMut() -> bool) -> Duration {
     start.elapsed()
 }
 
-/// Waits for a group's first cause.
+/// Waits for a group's first failure.
 #[track_caller]
 pub fn cause(group: &Group) -> Error {
     until("the group has failed", || group.health().cause().is_some());

@@ -27,7 +27,7 @@ use super::kernel::{PREFETCH, Work};
 pub(super) struct Avx2(());
 
 impl Avx2 {
-    /// Returns `None` if the processor lacks one of the two.
+    /// Returns `None` if the processor lacks AVX2 or F16C.
     #[inline]
     pub(super) fn new() -> Option<Avx2> {
         (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Avx2(()))

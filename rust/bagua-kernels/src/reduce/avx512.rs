@@ -188,7 +188,7 @@ const UPPER: u32 = 0xaaaa_aaaa;
 /// The truth table of `a | b & c`.
 const OR_AND: i32 = 0xf8;
 
-/// Returns the upper halves of the 32-bit words of both, interleaved.
+/// Returns the upper halves of the 32-bit words of `low` and `high`, interleaved.
 #[inline(always)]
 fn upper_halves(low: __m512i, high: __m512i) -> __m512i {
     // SAFETY: AVX-512 F and BW are available, see `F32x16`.

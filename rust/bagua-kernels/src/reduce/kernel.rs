@@ -190,7 +190,7 @@ fn four<E: Element, O: Op<E::Acc>>(
     }
 }
 
-/// Combines one block. `out` are the bytes from `start` on. `held` are their old values if an input is `None`.
+/// Combines the inputs from byte `start` on into `out`. An input of `None` stands for `held`, the old values of `out`.
 #[inline(always)]
 fn block<'a, E: Element, O: Op<E::Acc>>(
     op: O,

@@ -235,8 +235,7 @@ impl Region {
                 return Err(Error::other("the tensors of a bucket are on different devices"));
             }
             let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
-            // SAFETY: memory of that device, by the promise of `on`. The exclusive borrow of all parts keeps the core
-            // from using it.
+            // SAFETY: the caller of `on` promised memory of this device, and this function borrows it exclusively.
             if let Some(at) = unsafe { device.gather(&pieces) }? {
                 let bytes = pieces.iter().map(|(_, len)| len).sum();
                 // SAFETY: this number of bytes of the device's own memory, which is ours until the next `gather`.

@@ -205,7 +205,7 @@ impl KnownArena {
         }
     }
 
-    /// Returns the state of the arena in a lane.
+    /// Returns whether, and at which offset, this arena is mapped in a lane.
     pub fn mapped(&self, lane: LaneId) -> Mapped {
         let mapped = lock(&self.inner.mapped);
         mapped.iter().find(|(known, _)| *known == lane).map_or(Mapped::No, |(_, mapped)| mapped.clone())

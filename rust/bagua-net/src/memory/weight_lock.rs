@@ -164,7 +164,7 @@ impl WeightLock {
         }
     }
 
-    /// True if this owner holds the lock and the hold cannot lapse. This thread must then not wait for another owner.
+    /// True if `owner` holds the lock without a time limit. Its thread must then not wait for another owner.
     pub fn is_used_by(&self, owner: Owner) -> bool {
         let state = self.state();
         state.holder.as_ref().is_some_and(|holder| holder.owner == owner && holder.lapses_in().is_none())

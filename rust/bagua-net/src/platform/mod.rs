@@ -204,7 +204,7 @@ pub fn is_stopped(process: u32) -> bool {
     let mut stat = [0; 128];
     let read = fs::File::open(format!("/proc/{process}/stat")).and_then(|mut file| file.read(&mut stat));
     let Ok(read) = read else { return false };
-    // The state follows the name, which may contain anything.
+    // The line is `pid (name) state …`. The name may contain any characters, so search for the last parenthesis.
     let stat = &stat[..read];
     let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
     matches!(state, Some(b'T' | b't'))

@@ -69,7 +69,7 @@ fn memory_that_was_freed_below_some_that_is_in_use_goes_back_to_the_system() {
         let counts = std::fs::read_to_string("/proc/self/statm").unwrap();
         counts.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
     };
-    // Blocks that the allocator does not map one by one. The last block stays in use.
+    // Blocks too small for the allocator to give each its own mapping. The last block stays in use.
     let mut blocks: Vec<Vec<u8>> = (0..1000).map(|_| vec![1; 64 << 10]).collect();
     let last = blocks.pop();
     drop(blocks);

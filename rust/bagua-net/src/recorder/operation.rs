@@ -71,7 +71,7 @@ pub struct Announced<'a> {
 }
 
 impl Announced<'static> {
-    /// Announces a job about which only its name is known.
+    /// Announces a job that has only a name: no element type, no size, no root.
     pub const fn job(name: &'static str) -> Announced<'static> {
         Announced { what: What::Job(name), dtype: None, count: 0, bytes: 0, root: None, label: "" }
     }

@@ -422,7 +422,7 @@ impl Session {
         let advanced = self.process(into, request);
         if let Err(failed) = &advanced {
             self.failed = Some(failed.clone());
-            // rustls first encodes its waiting messages, the last of which is the alert, before all else.
+            // Send what rustls has queued, so that the peer gets the alert, which is the last message in the queue.
             while self.wants_write() && self.process(&mut [], Request::Nothing).is_ok() {}
         }
         advanced.map_err(fault)

@@ -109,7 +109,9 @@ class FlatParameters:
         return list(map(torch.Tensor.data_ptr, self.params)) == self._pointers
 
     def intact(self) -> bool:
-        """Returns True if the states are still views of the flat ones and the scalars are still equal."""
+        """Returns True if each parameter's state is still a view of the flat state, and its scalars equal the flat
+        ones.
+        """
         if not set(map(len, self._entries)) <= {len(self.state)}:
             return False
         for key, views in self._views.items():

@@ -23,7 +23,7 @@ class CacheState(Record):
     def __init__(self) -> None:
         # Loaders with a write buffer.
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Store names and kinds of the warnings that this process has logged.
+        # (name of a store, kind of warning) for each warning that this process has logged.
         self.warned: set[tuple[str, str]] = set()
         # The job's Redis servers, and the index of this host's server.
         self.job_servers: tuple[list[dict[str, Any]], int] | None = None

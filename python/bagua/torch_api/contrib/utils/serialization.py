@@ -103,11 +103,11 @@ class Serializer:
         if kind == _PICKLE:
             return self._unpickle(key, raw[_HEADER.size : end], raw[end:])
         if kind != _SCHEMA or end > len(raw):
-            raise ValueError("cut off, or written by another version")
+            raise ValueError("the cached value is cut off, or was written by another version")
         reader = _Reader(memoryview(raw), end)
         try:
             value = reader.unpack(raw[_HEADER.size : end])
-        # A damaged value may raise any error. In each case it is computed again.
+        # Damaged bytes may raise any error. The cache then computes the value again.
         except Exception as failure:
             raise ValueError(f"damaged: {failure}") from failure
         if reader.place != len(raw):

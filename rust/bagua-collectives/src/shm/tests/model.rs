@@ -55,7 +55,7 @@ fn verbs(n: usize, verbs: &'static [(Kind, usize, usize)]) -> impl Fn() + Send +
             }
             rank
         });
-        // Not dropped earlier, because closing has its own model.
+        // Keep all ranks open until the end. Another model covers a rank that closes while its peers run.
         drop(ranks);
     }
 }

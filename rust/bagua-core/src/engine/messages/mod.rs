@@ -122,7 +122,7 @@ impl Messenger {
     ///
     /// # Errors
     /// `InvalidArgument` if a peer is this rank or not in the group, and `UnsupportedType` if memory is not on the
-    /// host. In both cases nothing is sent. Otherwise the group's first cause.
+    /// host. In both cases nothing is sent. Otherwise the group's first failure.
     pub fn post(
         &self,
         sends: Vec<Message>,
@@ -161,7 +161,7 @@ impl Messenger {
     }
 
     /// Checks the messages of a call, whether their memory is on the host or on a device. Fails with `InvalidArgument`
-    /// for the same arguments as [`Messenger::post`], or else with the group's first cause.
+    /// for the same arguments as [`Messenger::post`], or else with the group's first failure.
     pub(super) fn check(&self, sends: &[Message], receives: &[Message]) -> Result<()> {
         if !self.owner.is_current() {
             return Err(forked());

@@ -195,7 +195,7 @@ impl MessengerShared {
     }
 
     /// Adds the messages of a call, and moves what can move at once. Fails with `Aborted` after the shutdown, or with
-    /// the group's first cause.
+    /// the group's first failure.
     pub(super) fn add(
         self: &Arc<MessengerShared>,
         call: Call,

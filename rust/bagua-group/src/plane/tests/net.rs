@@ -83,7 +83,7 @@ impl Net {
         lock(&self.state).cut.insert((from, to));
     }
 
-    /// All that a rank sends takes so much longer from now on.
+    /// Delays everything that `rank` sends from now on by `by`.
     pub(crate) fn slow_down(&self, rank: usize, by: Duration) {
         lock(&self.state).slow.insert(rank, by);
     }

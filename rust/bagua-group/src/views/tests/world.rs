@@ -175,7 +175,7 @@ impl Member {
         }
     }
 
-    /// Takes this rank's next step in a build.
+    /// Continues the connection of this simulated rank to the members of a new view.
     fn advance(&mut self, build: &mut Option<(Ports, bool, bool)>, out: &mut Vec<Action>) {
         let Some((ports, is_inside, is_cancelled)) = build else { return };
         let (me, board) = (self.rank, Arc::clone(&self.board));

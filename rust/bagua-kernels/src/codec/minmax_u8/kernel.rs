@@ -101,7 +101,7 @@ impl<T: Float> Kernel for Quantize<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let (scale, lower) = (L::splat(self.scale), L::splat(self.lower));
-        // No element has a level above that of the largest, and `to_u8` clamps all others.
+        // The largest element has level 255, so no level is above 255. `to_u8` clamps levels below 0.
         let blocks = self.elements.chunks_exact(LANES * T::SIZE);
         let left = blocks.remainder();
         let (body, end) = self.body.as_chunks_mut::<LANES>();

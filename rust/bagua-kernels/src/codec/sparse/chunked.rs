@@ -217,7 +217,7 @@ impl<T: Float> Kernel for Select<'_, T> {
                 bits &= bits - 1;
                 if place < count {
                     let magnitude = T::load(&self.elements[place * T::SIZE..]).abs();
-                    // The order of these bits is that of the magnitudes. Only NaN is larger than infinity.
+                    // The bits of non-negative floats, as integers, are ordered like the floats. NaN counts as largest.
                     let rank = if magnitude.is_nan() { u32::MAX } else { magnitude.to_bits() };
                     words.push(u64::from(!rank) << 32 | place as u64);
                 }

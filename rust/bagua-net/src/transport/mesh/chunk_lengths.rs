@@ -44,9 +44,9 @@ pub(super) fn is_divided(len: usize) -> bool {
     len > UNDIVIDED
 }
 
-/// True if two of `ranks` ranks should open several streams for a message of `len` bytes: if [`is_divided`] says so,
-/// and `len` exceeds 1 KiB times `ranks`. Recursive halving sends long messages to many peers. Because of the second
-/// condition, only few of these peers get more than one stream, so a rank has O(log n) descriptors.
+/// True if two of `ranks` ranks should open several streams for a message of `len` bytes. Recursive halving sends long
+/// messages to many peers. Because `len` must exceed 1 KiB times `ranks`, only few of these peers get more than one
+/// stream, so a rank has O(log n) descriptors.
 pub(super) fn wants_several(len: usize, ranks: usize) -> bool {
     is_divided(len) && len > ranks << 10
 }

@@ -185,9 +185,9 @@ impl Mesh {
         self.exchange_step(cx, Step::default(), sends, recvs)
     }
 
-    /// Exchanges messages like [`Mesh::exchange`], with a peer whose operation may be visible elsewhere, for example in
-    /// shared memory. While no bytes move, `elsewhere` is asked for the text of a peer's operation that differs from
-    /// this one. Returns the errors of [`Mesh::exchange`].
+    /// Exchanges messages like [`Mesh::exchange`]. While no bytes arrive, also calls `elsewhere(peer)`, which returns
+    /// the text of the peer's operation, for example from shared memory, if it differs. Returns the errors of
+    /// [`Mesh::exchange`].
     pub fn exchange_unless(
         &mut self,
         cx: &OpContext<'_>,
