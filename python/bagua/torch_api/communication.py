@@ -105,7 +105,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
         raise ValueError(f"new_group: ranks {outside} are not in a world of {size}")
     group = BaguaProcessGroup(chosen, stream)
     _remember(group)
-    # Opened here instead of at first use, so that this call raises the error if a member is missing.
+    # Open the communicator now instead of at first use, so that this call raises the error if a member is missing.
     communicator = group.get_global_communicator()
     if isinstance(communicator, Communicator):
         group.group_name = communicator.group.name

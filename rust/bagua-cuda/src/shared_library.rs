@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 pub struct Search<'a> {
     /// The library's name in error texts, for example `libcuda`.
     pub library: &'static str,
-    /// The variable that may name a file, for error texts. It is read elsewhere.
+    /// Name of the environment variable that may name a file, for error texts.
     pub variable: &'static str,
     /// Value of the variable.
     pub file: Option<&'a Path>,

@@ -443,7 +443,7 @@ def check_module(
         )
     # Name and device of the first tensor.
     first: tuple[str, torch.device] | None = None
-    # Kinds of parameters that passed the checks, which depend on nothing else.
+    # Combinations of properties that passed the checks. Other parameters with the same properties pass, too.
     passed: set[Any] = set()
     for name, param in parameters.items():
         what = f"parameter {name!r}"

@@ -104,7 +104,8 @@ def start_broadcast(
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yields the non-empty tensors in batches of about :data:`_PIECE` bytes, each on one device."""
-    # Device -> bytes and tensors. The ranks may number devices differently, but see them in the same order.
+    # Device -> the batch that is being filled: its bytes and tensors. Devices may have other numbers on other ranks,
+    # but come in the same order.
     filling: dict[torch.device, tuple[int, list[torch.Tensor]]] = {}
     for tensor in tensors:
         devices.check_place(tensor, "a parameter, buffer or optimizer state")

@@ -32,7 +32,7 @@ MOST_FLAGS = 16
 
 
 class Votes:
-    """The votes on one model. Without :attr:`room` there are none, and averages are those of the algorithm."""
+    """The votes of all ranks on one model. Ranks vote only if the last bucket has room for the votes (:attr:`room`)."""
 
     def __init__(self, rank: int, size: int, names: Sequence[str] | None = None) -> None:
         self._rank, self._size = rank, size

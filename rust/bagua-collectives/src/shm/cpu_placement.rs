@@ -296,7 +296,8 @@ mod tests {
 
     const STAYS_ON_1: u32 = 1 | STAYS;
 
-    /// Returns the decisions of all ranks, each of which may use the `allowed` processors.
+    /// Returns the decision of each rank if rank r published processor `table[r]`. Every rank may use the `allowed`
+    /// ones.
     fn decisions(table: &[u32], allowed: &[u32]) -> Vec<Decision> {
         (0..table.len()).map(|me| decide(me, table, || allowed.to_vec())).collect()
     }

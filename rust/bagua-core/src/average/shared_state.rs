@@ -41,7 +41,7 @@ pub(super) struct Control {
     pub(super) takes_part: bool,
     /// True while the thread is in a round in which this rank takes part, and may write to the weights.
     pub(super) in_round: bool,
-    /// Number of `synchronize` calls so far, and number of the last one.
+    /// Number of `synchronize` calls so far, which is also the number of the last call.
     pub(super) synchronize_calls: u64,
     /// Waiting calls that no round has served. A round serves those that all ranks knew of before it started.
     pub(super) synchronizing: BTreeSet<u64>,

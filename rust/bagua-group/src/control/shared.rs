@@ -141,7 +141,7 @@ impl Plane {
             }
             Event::Deliver(from, Body::LeftGroup { group }) => self.left_group(from, group),
             Event::Deliver(from, Body::View(message)) => self.views.put(from, message),
-            // The task keeps these for itself.
+            // The control plane's task handles these messages itself and never delivers them.
             Event::Deliver(_, Body::Ack | Body::Ping(_) | Body::Pong(_) | Body::Lives(_)) => {}
             Event::Unreachable(_, error) => {
                 if let Some(health) = self.world_health() {
@@ -278,7 +278,8 @@ impl Plane {
         self.leaving.load(Ordering::Acquire)
     }
 
-    /// Notes that this rank does not use the group, and may live on in another view. It says so when it leaves.
+    /// Notes that this rank does not use the group, and may live on in another view. Leaving then tells the other ranks
+    /// so.
     pub(in super::super) fn abandon(&self) {
         self.moved.store(true, Ordering::Release);
     }

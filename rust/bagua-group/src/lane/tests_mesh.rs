@@ -95,7 +95,7 @@ fn all_to_all_v_delivers_uneven_parts_split_and_in_place() {
                 counts.iter().scan(0, |at, n| Some(std::mem::replace(at, *at + n))).collect()
             };
             let send_displs = starts(&send_counts);
-            // Received in the opposite order of ranks, to see that displacements are followed.
+            // The receive parts lie in reverse rank order, so that ignoring the displacements would fail the test.
             let backwards: Vec<usize> = recv_counts.iter().rev().copied().collect();
             let recv_displs: Vec<usize> = starts(&backwards).into_iter().rev().collect();
             let value = |from: usize, to: usize, index: usize| (from * 1000 + to * 100 + index) as i32;

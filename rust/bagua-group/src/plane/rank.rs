@@ -421,7 +421,7 @@ impl<N: Network> Rank<N> {
         self.route_held();
     }
 
-    /// Tells a rank that it is lost, on a link that is closed then.
+    /// Tells the rank at the other end of `link` that it counts as lost. The link is closed afterwards.
     fn refuse(&self, rank: usize, link: &Link) {
         let is_its_loss = |notice: &&Notice| matches!(notice, Notice::Lost { rank: lost, .. } if *lost == rank);
         if let Some(notice) = self.log.notices().iter().find(is_its_loss) {

@@ -30,11 +30,11 @@ pub(in super::super) struct Entry {
 pub(in super::super) enum Said {
     /// The writer's address.
     Address(#[serde(with = "bytes")] Vec<u8>),
-    /// Rank 0: all addresses, by rank.
+    /// From rank 0: all addresses, by rank.
     All(#[serde(with = "BytesOf::<WORLD_LIMIT>")] Vec<Vec<u8>>),
-    /// Rank 0: its deadline passed before these ranks came.
+    /// From rank 0: the deadline of rank 0 passed before these ranks came.
     Missing(MissingRanks),
-    /// Rank 0: the exchange has ended with this error on every rank.
+    /// From rank 0: the exchange has ended with this error on every rank.
     Failed(#[serde(with = "cause")] Error),
 }
 

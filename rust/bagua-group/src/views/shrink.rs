@@ -329,7 +329,7 @@ where
         agreement.say(|view| listen(view).map_err(|error| error.to_string()), out);
     }
 
-    /// Takes the result of a build that has ended.
+    /// Takes the result of the thread that builds the group of a view, if that thread has ended.
     fn collect(&mut self, out: &mut Vec<Action>, last_error: &mut Option<Error>) {
         let Some(building) = &self.building else { return };
         let Built { entered, error } = match building.outcome.try_recv() {

@@ -29,7 +29,7 @@ use super::kernel::{PREFETCH, Work};
 pub(super) struct Avx512(());
 
 impl Avx512 {
-    /// Returns `None` if the processor lacks one of the two.
+    /// Returns `None` if the processor lacks AVX-512 F or BW.
     #[inline]
     pub(super) fn new() -> Option<Avx512> {
         (is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw")).then_some(Avx512(()))

@@ -218,7 +218,7 @@ impl KnownArena {
             mapped.extend(now.map(|now| (lane, now)));
             before
         };
-        // Unmap without holding the lock.
+        // Unmap the replaced mapping only after the lock is released.
         drop(before);
     }
 

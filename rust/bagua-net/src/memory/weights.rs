@@ -140,7 +140,7 @@ impl Weights {
 pub enum Locked<'a> {
     /// The bytes on the host.
     Host(&'a mut [u8]),
-    /// The device access, whose `under_lock` may be called.
+    /// Weights on a device. The caller may call `under_lock`.
     Device(&'a mut dyn DeviceWeights),
 }
 

@@ -37,7 +37,7 @@ fn encode_block<T: Float, L: Lanes>(elements: &[u8], scale: &mut [u8], q: &mut [
     for block in blocks() {
         measure(T::load_lanes(block));
     }
-    // The padding is zeros, which are not larger than any magnitude.
+    // The last block is padded with zeros, which do not change the largest magnitude.
     let last = filled(left);
     measure(T::load_lanes(&last));
     if !is_zero(sum) {
