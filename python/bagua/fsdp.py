@@ -154,7 +154,8 @@ class _Collective:
         self.wires = [Wire(group) for group in groups]
         #: Number of calls so far, from which codecs that draw at random draw.
         self.calls = 0
-        #: What encoding has lost, in host memory. None before the first call, and without error feedback.
+        #: The error memory: losses of encoding so far, in host memory. None before the first call, and without error
+        #: feedback.
         self.error: torch.Tensor | None = None
 
     def _next(self, given: torch.Tensor) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def parameters(
 # Addresses that are reserved for documentation: the routes to them are the default routes, and nothing is sent.
 _ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
-# Both loopback addresses, because a host may lack IPv4.
+# Try the IPv4 and the IPv6 loopback address, because a host may lack IPv4.
 _LOOPBACK = (("127.0.0.1", 9), ("::1", 9))
 
 

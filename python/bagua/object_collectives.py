@@ -133,7 +133,7 @@ class ObjectCollectives(Collectives):
         else:
             sends = [len(mine)] * ranks if dst is None else _only(dst, len(mine), ranks)
             recvs = sizes if receives else [0] * ranks
-            # The same bytes to every rank.
+            # Send the same bytes to every rank.
             whole = self.all_to_all_v(mine, sends, recvs, send_displs=[0] * ranks, timeout=timeout)
             parts = np.split(whole, starts(recvs)[1:])
         if failure is not None:

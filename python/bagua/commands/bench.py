@@ -146,7 +146,7 @@ def _race(joined: bagua.Group, size: int) -> dict[str, float]:
             ended = time.perf_counter()
             # Clocks of different hosts cannot be compared.
             span = np.array([0.0, ended - begun] if several_hosts else [begun, ended])
-            # From the last rank's start to the last rank's end.
+            # The time from the start of the last rank to the end of the last rank.
             joined.all_reduce(span, op="max")
             seconds[name].append(float(span[1] - span[0]) / len(calls))
             if not all(torch.equal(x, expected) for x in tensors):

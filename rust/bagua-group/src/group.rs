@@ -336,8 +336,8 @@ impl Group {
         self.membership.leave();
     }
 
-    /// Leaves this group for its next view. The control thread announces that and ends while the caller goes on, at the
-    /// latest when `next` is left.
+    /// Leaves this group for its next view. The control thread announces the departure and ends while the caller
+    /// continues, at the latest when `next` is left.
     pub(super) fn leave_for(&self, next: &Group) {
         *lock(&next.membership.former) = self.membership.begin_leave();
     }

@@ -412,7 +412,7 @@ pub(super) mod cause {
             #[serde(skip)]
             source: Source,
         },
-        // Both are sent to peers as `PeerRaised`, see `Plane::register`.
+        // Peers get `Device` and `Unavailable` as `PeerRaised`, see `Plane::register`.
         #[serde(skip)]
         Device(Box<DeviceFailure>),
         #[serde(skip)]

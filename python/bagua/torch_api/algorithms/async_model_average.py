@@ -310,7 +310,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             try:
                 self._averager.check()
             except DeviceError as error:
-                # Only this rank has the error.
+                # No other rank has this error.
                 self.bagua_ddp.backend.reported(error)
                 raise
             if elastic.job() is None:

@@ -238,7 +238,7 @@ class AlgorithmImpl:
         return {
             "rank": communicator.rank(),
             "world_size": communicator.nranks(),
-            # Only some algorithms have the option ``hierarchical``.
+            # Not every algorithm has the option ``hierarchical``.
             "members": communicator.members(getattr(self, "hierarchical", False)),
         }
 

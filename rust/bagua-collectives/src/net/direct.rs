@@ -27,7 +27,7 @@ pub(super) enum Results {
     All,
     /// Only the given rank.
     Root(usize),
-    /// Only the rank that combined it.
+    /// Only the rank that combined the piece.
     Kept,
 }
 
@@ -221,7 +221,7 @@ impl Plan for DirectReduce<'_, '_> {
             let len = self.partition.range(self.rank, number).len();
             let places = self.window.len();
             let group = &mut self.window[number % places].0;
-            // There is a group for every place in the window.
+            // The window never uses more groups of buffers than it has places, so one is free.
             let group = *group.get_or_insert_with(|| self.free.pop().expect("a group for every place"));
             let start = (group * self.ranks() + peer) * self.partition.piece;
             return &mut self.staging[start..start + len];

@@ -298,7 +298,7 @@ impl Engine {
 /// The work that is ordered after the results of a wait.
 #[derive(Clone, Copy)]
 enum Follow {
-    /// Nothing; a later wait names a stream.
+    /// No work yet. A later wait names a stream.
     NoStream,
     /// Work that is queued on this stream of the buckets' devices from then on.
     Stream(Option<usize>),

@@ -106,7 +106,7 @@ impl Service for Plane {
     async fn serve(self: Arc<Self>, hello: Hello, mut conn: ControlConn) -> Accepted<()> {
         handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
         match hello.purpose {
-            // It has its answer.
+            // `handshake::accept` was the answer to a probe.
             Purpose::Probe => Ok(()),
             Purpose::Control => {
                 conn.expedite();

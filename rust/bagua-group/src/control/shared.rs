@@ -268,7 +268,7 @@ impl Plane {
         })
     }
 
-    /// Returns a rank that goes on without this one.
+    /// Returns a rank that has excluded this one and continues without it.
     pub(in super::super) fn excluded_by(&self) -> Option<usize> {
         self.status(|status| status.excluded_by)
     }

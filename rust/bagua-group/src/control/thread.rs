@@ -154,7 +154,7 @@ impl Control {
         drop(self.begin_leave(reason));
     }
 
-    /// Leaves like [`Control::leave`], but the thread ends while the caller goes on.
+    /// Leaves like [`Control::leave`], but does not wait for the end of the thread.
     pub(in super::super) fn begin_leave(&self, reason: &str) -> Option<Leaving> {
         let owner = self.plane.owner;
         if !owner.is_current() || self.left.swap(true, Ordering::AcqRel) {

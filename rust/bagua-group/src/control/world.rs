@@ -104,7 +104,8 @@ mod tests {
         let unix = world.listener_names(2)(2, 82);
         assert_eq!(view.addresses[1], Address { rank: 1, world_size: 2, tcp, unix: unix.clone(), ..address(2) });
         assert_eq!((view.id, view.job), (next(2, &[0, 2], [81, 82]).id, next(2, &[0, 2], [81, 82]).job));
-        // Neither the members nor those who are not may take one view for another, nor know a name without the secret.
+        // Another number, membership or port gives another view. Without the secret, nobody can derive the listener
+        // names.
         let others = [next(3, &[0, 2], [81, 82]), next(2, &[1, 2], [81, 82]), next(2, &[0, 2], [81, 83])];
         for other in others.iter().chain([&world]) {
             assert_ne!((view.id, view.job), (other.id, other.job));

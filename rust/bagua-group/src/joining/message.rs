@@ -51,7 +51,7 @@ pub enum JoinMessage {
     Join(JoinRequest),
     /// From the server.
     Refused {
-        /// Every other server refuses as well, and later.
+        /// True if every other server would refuse, too, now and later.
         for_ever: bool,
         /// The reason.
         #[serde(with = "text")]

@@ -33,9 +33,9 @@
 //!    say; or the rank is lost or leaves, and the notice comes before the answer. If both ranks live, the error names
 //!    the connection between them. If such a connection keeps a view from being built, the higher of the two ranks gives
 //!    way: it reports itself as lost.
-//! 7. **Two halves.** Ranks that cannot reach each other each find the others lost. The quorum of the agreement on the
-//!    next view lets at most one half go on; this module does not decide that. A rank that is lost for the others and
-//!    comes back is told so.
+//! 7. **Two halves.** If a network failure splits the ranks, each part counts the other ranks as lost. The quorum of
+//!    the agreement on the next view lets at most one half continue; this module does not decide that. A rank that
+//!    comes back after the others have excluded it is told so.
 //!
 //! | file | what it is |
 //! |---|---|

@@ -373,7 +373,7 @@ impl<N: Network> Rank<N> {
             }
             Input::Lost { rank, reason, ended } => {
                 if self.links.contains_key(&rank) {
-                    // It has connected since.
+                    // The rank has connected since the loss was reported.
                 } else if rank < self.me {
                     self.suspect(rank, reason, ended);
                 } else if self.log.is_present(rank) {
@@ -408,7 +408,7 @@ impl<N: Network> Rank<N> {
             let _ = inputs.send(Input::Read { rank, link: id, message });
         });
         if matches!(self.log.presence()[rank], Presence::Ended | Presence::Silent) {
-            // It does not know yet that the others go on without it.
+            // The rank does not know yet that the others have excluded it.
             return self.refuse(rank, &link);
         }
         link.send(&Message::Heartbeat);
@@ -487,7 +487,7 @@ impl<N: Network> Rank<N> {
         }
     }
 
-    /// True if the others go on without this rank.
+    /// True if the other ranks have excluded this one and continue without it.
     fn is_excluded(&self) -> bool {
         matches!(self.log.presence()[self.me], Presence::Ended | Presence::Silent)
     }
@@ -903,7 +903,7 @@ impl<N: Network> Rank<N> {
         }
         self.note_status(&children);
         if !self.log.is_present(self.me) && self.complete.is_some() {
-            // They have another parent, and may be gone already.
+            // The others have excluded this rank: its children have another parent, and may be gone already.
             children.retain(|rank| self.links.contains_key(rank));
         }
         if self.is_coordinator() {
@@ -934,7 +934,7 @@ impl<N: Network> Rank<N> {
     fn seen_by(&self, children: &[usize], of: usize, own: u64) -> u64 {
         let seen = |child: &usize| match self.links.get(child) {
             Some(link) if link.seen.0 == of => link.seen.1,
-            // It has turned to a later coordinator, so it knows that this one leaves.
+            // The child has turned to a later coordinator, so it knows that this one leaves.
             Some(link) if link.seen.0 > of => own,
             _ => 0,
         };

@@ -14,7 +14,7 @@ use super::{Limits, check_arguments};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
-/// How long rank 0 waits for other ranks to take the addresses before it goes on; slower ones get them from a thread.
+/// How long rank 0 waits for other ranks to take the addresses. A thread then serves slower ranks.
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Exchanges addresses through a TCP server that rank 0 runs on `server` until every rank has all addresses.

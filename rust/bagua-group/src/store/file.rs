@@ -124,7 +124,7 @@ impl Store for FileStore {
         let lock = File::options().write(true).create(true).truncate(false).mode(self.mode).open(&path);
         let lock = lock.map_err(failed)?;
         let deadline = Deadline::after(LOCK_TIMEOUT);
-        // It ends with its process.
+        // The kernel releases the lock when the process that holds it ends.
         while let Err(e) = rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
             if e != rustix::io::Errno::WOULDBLOCK || deadline.passed() {
                 return Err(failed(e.into()));

@@ -66,7 +66,7 @@ struct Values {
     claims: BTreeMap<String, Client>,
     /// The client that connected last.
     last_client: Client,
-    /// By key without a value: clients that wait for it. They go on when the sender is dropped.
+    /// By key without a value: the clients that wait for a value. Dropping the sender wakes them.
     awaited: HashMap<String, watch::Sender<()>>,
     /// The reply with the value for which a client waited last, because many wait for the same one.
     reply: Option<(String, Arc<Vec<u8>>)>,
@@ -442,7 +442,7 @@ mod tests {
     fn values_outlive_a_server_that_ended_within_a_set_and_a_client_asks_the_next_one() {
         let path = std::env::temp_dir().join(format!("bagua-store-{}", std::process::id()));
         let access = Access::from(b"secret");
-        // Where no other socket takes the port between two servers.
+        // Use an address on which no other socket takes the port between the two servers.
         let host = own_host();
         let start = |port| StoreServer::start(&host, port, &access, Some(&path)).unwrap();
         let server = start(0);

@@ -67,7 +67,7 @@ async fn two_deaths_at_any_two_moments_leave_the_survivors_in_one_view() {
     }
 }
 
-/// True if these of the members may go on when the others are cut off.
+/// True if the members in `here` may continue when the others are cut off.
 fn is_quorum(here: &[usize], members: &[usize]) -> bool {
     2 * here.len() > members.len() || (2 * here.len() == members.len() && here.contains(&members[0]))
 }

@@ -62,7 +62,7 @@ impl Work<'_, '_> {
 #[inline(always)]
 fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
     let in_place = inputs.iter().any(Option::is_none);
-    // Not initialised, because zeroing takes as long as combining 1 KiB.
+    // `held` is not initialised, because zeroing it takes as long as combining 1 KiB.
     let mut held = [const { MaybeUninit::<u8>::uninit() }; BLOCK];
     let mut start = range.start;
     while start < range.end {

@@ -217,7 +217,7 @@ impl Network for At {
             if lock(&self.net.state).ended.contains(&to) {
                 return Err(Unreachable { error: Error::other("nothing listens there"), ended: true });
             }
-            // It does not listen yet.
+            // Rank `to` does not listen yet.
             tokio::time::sleep(wait).await;
             wait = (2 * wait).min(HEARTBEAT);
         }

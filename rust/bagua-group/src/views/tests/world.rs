@@ -259,7 +259,7 @@ impl World {
         lock(&self.board.state).dead.contains(&rank)
     }
 
-    /// These ranks call.
+    /// Makes these ranks ask for the next view.
     pub(super) fn call(&mut self, ranks: impl IntoIterator<Item = usize>) {
         let quorum = self.quorum;
         for rank in ranks {
