@@ -138,8 +138,8 @@ def compressed_hook(state: CompressedState, bucket: GradBucket) -> torch.futures
 class _ErrorMemory:
     """The losses of encoding each parameter's gradient, one float32 per element.
 
-    The memory of a bucket is one flat tensor. DDP builds its buckets anew after the first step, so the memory follows
-    each parameter into its new bucket. A parameter's place is its number in the order of the first backward.
+    The memory of a bucket is one flat tensor. DDP rebuilds its buckets after the first step, so the memory follows each
+    parameter into its new bucket. A parameter's place is its number in the order of the first backward.
     """
 
     def __init__(self) -> None:

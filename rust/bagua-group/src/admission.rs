@@ -51,8 +51,8 @@ impl Admission {
         lock(&self.table).entries.len()
     }
 
-    /// Waits until one more connection may be accepted, for about [`FIRST_BYTES`]. Ends the oldest connection if there
-    /// is no place.
+    /// Waits until one more connection may be accepted, for about [`FIRST_BYTES`]. Ends the oldest connection if the
+    /// table is full.
     pub(super) async fn place(&self) {
         loop {
             let freed = self.freed.notified();

@@ -1,4 +1,4 @@
-"""The ranks' votes: what each rank says beside its gradients or weights in an exchange.
+"""The ranks' votes: the weight and the flags that each rank sends with its gradients or weights.
 
 A vote has the weight of the rank's tensors and its flags. The last bucket of a model has room for the votes of all
 ranks behind its tensors. Each rank writes its own vote, and zeros for the other ranks. When the ranks have added up

@@ -11,8 +11,8 @@
 //!
 //! Why not recursive halving and doubling themselves: they need a power of two of ranks. The ranks in excess would hand
 //! their values to others first and get the result at the end, which adds 2 N bytes to the 2 (n - 1) / n N of both
-//! phases. Shards would not be in rank order in memory. And their pairs are not those of the trees, the barrier and the
-//! all_gather, so a rank would have half as many streams again.
+//! phases. Shards would not be in rank order in memory. A rank would also have 1.5 times the number of streams, because
+//! the trees, the barrier and the all_gather pair other ranks.
 
 use std::ops::Range;
 

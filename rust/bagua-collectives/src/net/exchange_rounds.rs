@@ -43,8 +43,8 @@ impl<'m, 'c> Rounds<'m, 'c> {
         self.mesh.size()
     }
 
-    /// Accounts for a ring that replaces rounds and in which `arriving` bytes arrive. Returns the bytes that have
-    /// arrived before it, and those of the whole operation.
+    /// Accounts for a ring that replaces rounds and in which `arriving` bytes arrive. Returns the number of bytes that
+    /// arrived before the ring, and that arrive in the whole operation.
     pub fn continues(&mut self, arriving: usize) -> (u64, u64) {
         self.greets = false;
         let before = self.arrived;

@@ -216,8 +216,8 @@ impl Control {
         receiver
     }
 
-    /// Starts to open a stream of messages, if the process may open as many descriptors as `need` returns; `what` says who needs them. `done`
-    /// gets the outcome on the control thread: `None` when the deadline passed.
+    /// Starts to open a stream of messages. Fails if the process may not open `need()` descriptors for `what`. `done`
+    /// gets the outcome on the control thread, or `None` after the deadline.
     pub(in super::super) fn dial_messages(
         &self,
         dial: Dial,

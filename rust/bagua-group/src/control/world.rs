@@ -1,4 +1,4 @@
-//! The addresses of the ranks of a world, and what all of them derive from these: those of a view from the world that agreed on it.
+//! The addresses of the ranks of a world, and the key and ids that every rank derives from the addresses.
 
 use super::super::address::Address;
 use super::super::handshake::{Key, digest};
@@ -25,8 +25,9 @@ impl World {
         World::of(addresses, digest(&parts), secret)
     }
 
-    /// The world of view `view` of these ranks of this one, which listen there. Each rank has the rest of the others' addresses already. Only
-    /// one proposal is made for a view by one rank (invariant 1 of views), and those of two ranks have other members: so another digest.
+    /// Returns the world of a view, whose members are ranks of this world and listen at `endpoints`. The digest differs
+    /// between two proposals for one view: they come from two leaders and have different members (invariant 1 of
+    /// views).
     pub(in super::super) fn next(&self, view: u64, members: &[usize], endpoints: &[Endpoint], secret: &[u8]) -> World {
         let names = self.listener_names(view);
         let mut listed = Vec::with_capacity(8 * members.len());

@@ -52,7 +52,7 @@ impl JoinConnection {
     /// Receives a message within `limit`.
     ///
     /// # Errors
-    /// `System` when the connection ends, the time passes, or what comes is no message.
+    /// `System` when the connection ends, the time passes, or the bytes received are not a message.
     pub fn receive(&mut self, limit: Duration) -> Result<JoinMessage> {
         let body = self.frames.receive(FRAME_LIMIT, limit)?;
         JoinMessage::parse(&body).map_err(|why| Error::other(format!("{} sends no message: {why}", self.frames.whom())))

@@ -78,8 +78,8 @@ struct Model {
 }
 
 impl JoinServer {
-    /// Listens at the configuration's address. `token`: a random number of the job, used as the secret
-    /// where there is none.
+    /// Listens at the configuration's address. `token` is a random number of the job. It is the secret if there is
+    /// none.
     ///
     /// # Errors
     /// `System` when the socket or the thread cannot be made.

@@ -34,11 +34,11 @@ pub(super) struct Link {
     pub(super) is_watched: bool,
     /// The reading task, if it must not outlive the link.
     reader: Option<AbortHandle>,
-    /// When the last message came, or later: time in which this process did not run is no silence of the peer.
+    /// When the last message came, moved forward by the time in which this process did not run.
     pub(super) heard: Instant,
     /// Set if the peer has left and closes the link. True if it may live on in another view.
     pub(super) farewell: Option<bool>,
-    /// The peer has said that it takes its notices from this link.
+    /// True if the peer has said that it takes its notices from this link.
     pub(super) is_attached: bool,
     /// The ranks below the peer that are apart, once the peer and all ranks below it are connected.
     pub(super) ready: Option<Vec<usize>>,

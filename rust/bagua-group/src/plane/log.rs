@@ -47,7 +47,7 @@ impl From<&Notice> for Key {
             Notice::Unreached { by, .. } => Key::Unreached(*by),
             Notice::View { message: ViewMessage::Opened { view, .. }, .. } => Key::Opened(*view),
             Notice::View { message: ViewMessage::Refused { view, .. }, .. } => Key::Refused(*view),
-            // No rank publishes another message about a view; one that does gets it through once.
+            // Correct ranks publish no other message about a view. A wrong one counts once for each rank.
             Notice::View { from, .. } => Key::Refused(u64::MAX - *from as u64),
         }
     }

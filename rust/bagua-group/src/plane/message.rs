@@ -22,7 +22,7 @@ pub(in super::super) enum Message {
         /// [`Log::digest`](super::log::Log::digest) of the sender.
         digest: u64,
     },
-    /// To the child: its log differs from the parent's, so it has to send the parent all its notices.
+    /// To the child: the child's log differs from the parent's, so the child must send the parent all its notices.
     Resend,
     /// To the parent: the sender and all ranks below it are connected.
     Ready {
@@ -57,7 +57,7 @@ pub(in super::super) enum Message {
         /// Number of the last one.
         number: u64,
     },
-    /// Something for some ranks.
+    /// A message for some of the ranks, which every link on the way passes on.
     Routed(Routed),
     /// A rank asks the coordinator whether another rank lives.
     Ask(Question),
@@ -113,7 +113,7 @@ pub(in super::super) enum Notice {
         /// The world ranks of its members; empty for the world and for large groups.
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         members: Vec<usize>,
-        /// The first cause.
+        /// The error that failed the group.
         #[serde(with = "cause")]
         cause: Error,
     },

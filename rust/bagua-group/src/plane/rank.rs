@@ -84,7 +84,7 @@ pub(in super::super) enum Event {
 pub(in super::super) enum Answer {
     /// The rank is lost or has left. The event that says so came before.
     IsGone,
-    /// The rank lives, and everything it had to say has come.
+    /// The rank lives, and every notice that it sent before has arrived.
     Lives,
     /// This rank has left, or leaves, and gets no answer any more.
     Unknown,

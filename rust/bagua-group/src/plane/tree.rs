@@ -8,7 +8,7 @@ const ONE_LEVEL: usize = 128;
 /// is lower than its children.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tree {
-    /// By rank; the coordinator has none, and ranks that are gone have none either.
+    /// By rank: the two parents. The coordinator and ranks that are gone have none.
     parents: Vec<[Option<usize>; 2]>,
     /// By rank: true if another rank may have it as a parent.
     is_inner: Vec<bool>,
@@ -54,8 +54,8 @@ impl Tree {
         Tree { parents, is_inner }
     }
 
-    /// Removes a rank that no other rank has as a parent. Returns false if another rank may have it, so that the tree
-    /// has to be computed.
+    /// Removes a rank that no other rank has as a parent. Returns false if another rank may have it as a parent. The
+    /// caller must then build the tree again.
     pub(super) fn remove_leaf(&mut self, rank: usize) -> bool {
         let is_leaf = !self.is_inner[rank];
         if is_leaf {
@@ -64,12 +64,12 @@ impl Tree {
         is_leaf
     }
 
-    /// The parent of a rank, and the one that follows it.
+    /// Returns the parent of a rank, and the next parent if that one is gone.
     pub(super) fn parents(&self, rank: usize) -> [Option<usize>; 2] {
         self.parents[rank]
     }
 
-    /// The ranks whose parent is this one.
+    /// Returns the ranks whose parent is `rank`.
     pub(super) fn children(&self, rank: usize) -> impl Iterator<Item = usize> {
         self.parents.iter().enumerate().filter(move |(_, [parent, _])| *parent == Some(rank)).map(|(child, _)| child)
     }

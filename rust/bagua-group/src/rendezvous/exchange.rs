@@ -17,13 +17,13 @@ use crate::wait::{Deadline, lock};
 /// The key of the outcome.
 const ALL: &str = "all";
 
-/// Before the rank of a process that found another one with its rank: where it runs.
+/// Prefix of the key under which the second process with a rank says on which host it runs.
 const SECOND: &str = "second/";
 
-/// Before a rank whose deadline has passed.
+/// Prefix of the key that a rank sets when its deadline has passed.
 const TIMED_OUT: &str = "timed-out/";
 
-/// The most ranks with a second process of which an error text says more than their number.
+/// Maximum number of duplicate ranks that an error text describes. Further ones are only counted.
 const NAMED_DUPLICATES: usize = 8;
 
 /// How long rank 0 waits for missing ranks before it looks for lost ones, and a rank for the outcome if all ranks have

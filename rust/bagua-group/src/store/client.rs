@@ -162,7 +162,7 @@ impl Store for TcpStore {
     }
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        // A sum must not be made twice. Where the server has been started again, this connects anew.
+        // An addition must not be repeated. Read the key first, which connects again if the server was restarted.
         self.get(key)?;
         let found = self.ask(&Request::Add(key.to_owned(), amount), false)?;
         sum(found.as_deref(), 0).ok_or_else(|| no_number(key))

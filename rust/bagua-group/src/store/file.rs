@@ -85,7 +85,7 @@ impl Store for FileStore {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
             linked => linked,
         })?;
-        self.get(key)?.ok_or_else(|| Error::other(format!("{} is no value of a store", self.file(key).display())))
+        self.get(key)?.ok_or_else(|| Error::other(format!("{} is not a value of a store", self.file(key).display())))
     }
 
     /// Files do not show whether their writer lives, so this replaces what another process has set.

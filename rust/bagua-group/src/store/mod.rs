@@ -125,14 +125,14 @@ pub(super) fn pause(looks: u64, deadline: &Deadline) {
     std::thread::sleep(Duration::from_millis(looks.min(LONGEST_PAUSE)).min(deadline.left()));
 }
 
-/// A sum that [`Store::add`] makes; `None` when the value is no number, or the sum is out of range.
+/// A sum that [`Store::add`] makes; `None` when the value is not a number, or the sum is out of range.
 fn sum(value: Option<&[u8]>, amount: i64) -> Option<i64> {
     let before: i64 = value.map_or(Some(0), |value| std::str::from_utf8(value).ok()?.parse().ok())?;
     before.checked_add(amount)
 }
 
 fn no_number(key: &str) -> Error {
-    Error::InvalidArgument(format!("the value of {key:?} is no number to which that can be added"))
+    Error::InvalidArgument(format!("the value of {key:?} is not a number, or the sum is too large"))
 }
 
 /// The key of the connections to a store.

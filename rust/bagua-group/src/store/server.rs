@@ -95,7 +95,7 @@ impl Values {
             let theirs = all.strip_prefix(&MAGIC).and_then(|rest| rest.first_chunk()).map(|it| u16::from_le_bytes(*it));
             let of = theirs.map_or_else(|| "version 6 or older".to_owned(), |theirs| format!("version {theirs}"));
             let why =
-                format!("it is no file of a store, or one of {of} of the protocol; this server runs version {VERSION}");
+                format!("it is not a file of a store, or has {of} of the protocol; this server runs version {VERSION}");
             return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
         };
         let mut values = Values::default();

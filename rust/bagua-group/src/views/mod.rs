@@ -14,10 +14,10 @@
 //! The protocol for view v, among the ranks 0 to n - 1 of the group:
 //!
 //! 1. Each rank that takes part listens for the members of v, and sends `Ready` with v, the ranks that it knows to be gone, and where it
-//!    listens, to the leader: the lowest rank that is not gone. The leader sends its own to all. A rank collects losses for a moment before:
-//!    each of those that come together would make all ready anew.
-//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends `Propose`, with where
-//!    all of them listen: a port, because each knows the rest of the others' addresses from this group.
+//!    listens, to the leader: the lowest rank that is not gone. The leader sends its own to all. A rank first waits a
+//!    moment for further losses, because each loss makes all ranks send `Ready` again.
+//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends
+//!    `Propose`, with the ports of all members, whose hosts they know from this group.
 //! 3. The members connect, open their lanes, and make a barrier in the new group.
 //! 4. A rank that has passed the barrier, or learns that another has, publishes `Opened`, uses the view, and leaves the
 //!    old group.
