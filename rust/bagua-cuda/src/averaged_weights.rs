@@ -124,7 +124,7 @@ impl WeightOrder {
         outcome.and(recorded)
     }
 
-    /// Closes the order. The caller has made sure that none of our work uses the weights any more.
+    /// Stops ordering streams by the lock. The caller has made sure that no queued work uses the weights any more.
     fn close(&self) {
         let before = std::mem::replace(&mut *lock(&self.events), Events { closed: true, ..Events::default() });
         drop(before);

@@ -256,7 +256,7 @@ impl OperationDevice {
         })
     }
 
-    /// Returns the cell for a failure on the device after the call has returned.
+    /// Returns the place of an error that occurs on the device after the call has returned.
     pub(crate) fn failure(&self) -> &Arc<OnceLock<Error>> {
         &self.failure
     }

@@ -111,7 +111,8 @@ impl Engine {
                 (Some(address), Some(count)) => match self.tensor(number) {
                     Some((dtype, place)) => {
                         let place = place.map(|place| place as Arc<dyn Device>);
-                        // SAFETY: the promise of a bucket's caller, here for the memory that replaces a tensor's.
+                        // SAFETY: the caller promises for this memory what `Bucket` requires of the tensor that it
+                        // replaces.
                         Some(unsafe { address_to_region::region_in(place.as_ref(), address, count, dtype) }?)
                     }
                     None => None,

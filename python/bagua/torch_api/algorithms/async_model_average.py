@@ -157,7 +157,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._stepping = 0
         # Keeps the memory alive that the averaging thread uses.
         self._memory: list[torch.Tensor] = []
-        # None outside elastic jobs.
+        # Buffers that a joining rank gets; None outside elastic jobs.
         self._buffers: _Buffers | None = None
         # CUDA device of the weights, on which the lock orders streams; None for the host.
         self._device: torch.device | None = None
@@ -378,7 +378,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return stepped
 
     def _release(self) -> None:
-        """Releases the lock, or sets a time for it if a backward is expected or an optimizer step is running."""
+        """Releases the lock. If a backward is expected or an optimizer step runs, limits the hold in time instead."""
         if self._stepping:
             self._lock.pause_training(_STEP, **self._stream)
             return

@@ -281,7 +281,7 @@ class OwnSteps:
         self._outside = False
 
     def backward_begins(self, in_step: bool) -> None:
-        """Called before each backward that communicates. ``in_step``: a training forward has begun a step."""
+        """Called before each backward that communicates. ``in_step`` is True after a training forward began a step."""
         self._outside = self._outside or not in_step
 
     def check(self, model: WrappedModel, algorithm: str, optimizer: torch.optim.Optimizer) -> None:

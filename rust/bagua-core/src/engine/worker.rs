@@ -179,7 +179,7 @@ impl LaneWorker {
     /// Blocks, so it must be called without the GIL.
     pub fn shutdown(&self) {
         if self.is_foreign() {
-            // The thread belongs to the parent, and so do the streams that dropping the lane would close.
+            // A forked child: the parent owns the thread, and the streams that dropping the lane would close.
             self.shared.jobs.forget_thread();
             return;
         }

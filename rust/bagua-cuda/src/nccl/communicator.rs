@@ -249,7 +249,7 @@ impl Communicator {
         self.settle("ncclCommFinalize", communicator, patience())?;
         *handle = None;
         self.watched.raw.store(ptr::null_mut(), Ordering::Release);
-        // SAFETY: it was finalized, and no other thread can get it any more.
+        // SAFETY: the communicator was finalized, and no other thread can get it any more.
         let result = unsafe { (self.watched.functions().comm_destroy)(communicator) };
         self.began("ncclCommDestroy", result)
     }

@@ -182,7 +182,7 @@ impl JoinServer {
         JoinConnection::to(at, &hello, (key, tls.as_ref()), limit)
     }
 
-    /// Binds as rank `place` of a group of these ranks of the job.
+    /// Listens for the next group, as rank `place` of `size` ranks.
     pub fn bind(&self, view: u64, place: usize, size: usize, name: &str) -> Result<Bootstrap> {
         let base = self.shared.config.clone();
         let connect_timeout = base.connect_timeout.min(base.heartbeat_timeout.max(CONNECT));

@@ -190,7 +190,7 @@ impl Exchange<'_> {
         let Some(number) = written else { return Err(self.timed_out(MissingRanks::new(vec![0], String::new()))) };
         let missing = self.missing(number)?;
         if !self.is_kept {
-            // All may have come at this moment.
+            // All ranks may have come just now, and rank 0 may have written the addresses.
             if let Some(all) = self.look(ALL, SLICE)?
                 && let Some(all) = self.outcome(all.said)?
             {

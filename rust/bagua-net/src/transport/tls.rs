@@ -503,7 +503,7 @@ fn take<Data>(
             }
         },
         Ok(ConnectionState::TransmitTlsData(transmit)) => {
-            // The message is in the buffer before everything that follows.
+            // The encoded message is already in the send buffer, so rustls may continue.
             transmit.done();
             Ok(Next::Again)
         }

@@ -72,7 +72,7 @@ impl<T> Turns<T> {
             let mut turn = lock(&self.turn);
             self.taken.store(true, SeqCst);
             let over = loop {
-                // A caller that comes later finds `taken` set, and wakes this thread again.
+                // A caller that starts after this line finds `taken` set, and wakes this thread again.
                 self.waker.clear();
                 if self.is_driven() {
                     break false;
