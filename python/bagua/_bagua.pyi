@@ -867,7 +867,7 @@ class WeightLock:
     def __new__(cls, /) -> WeightLock: ...
     def begin_training(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Takes the lock for the training, on any thread. Further calls have no effect, except that they end a pause.
+        Takes the lock for the training, on any thread. Further calls only remove the time limit of `pause_training`.
         """
     def end_training(self, /, *, stream: SupportsIndex | None = None) -> None:
         """

@@ -149,7 +149,7 @@ impl WeightLock {
         left
     }
 
-    /// Takes the lock for the training, on any thread. Further calls have no effect, except that they end a pause.
+    /// Takes the lock for the training, on any thread. Further calls only remove the time limit of `pause_training`.
     #[pyo3(signature = (*, stream=None))]
     fn begin_training(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         self.take(py, true, stream)
