@@ -149,7 +149,7 @@ class _Collective:
         self._error_feedback = error_feedback
         #: Number of ranks that share the module.
         self.shards = shards
-        #: The first of the groups sends the records. The memory of all ranks of all groups is owed to the same result.
+        #: The ranks exchange records on the first group. The error memories of all groups belong to the same result.
         self.exchange = TensorExchange(codec, groups[0])
         self.wires = [Wire(group) for group in groups]
         #: Number of calls so far, from which codecs that draw at random draw.

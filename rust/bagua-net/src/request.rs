@@ -53,8 +53,8 @@ pub enum Verb<'a> {
         /// Rank that sends the shards.
         root: usize,
     },
-    /// Rank r gets the reduction of shard r of all ranks. In place, the buffer has n * c bytes, and only the shard at r
-    /// * c changes. Otherwise the source has n * c bytes, and the destination c.
+    /// Rank r gets the reduction of shard r of all ranks. In place, the buffer has n * c bytes, and only shard r
+    /// changes. Otherwise the source has n * c bytes, and the destination c.
     ReduceScatter(ReduceOp),
     /// Rank r gets shard r of every rank, in rank order. Every buffer has n * c bytes.
     AllToAll,

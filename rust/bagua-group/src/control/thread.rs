@@ -25,7 +25,7 @@ use crate::wait::lock;
 /// Owner of the control thread; dropping it leaves the group and ends the thread.
 pub(in super::super) struct Control {
     pub(in super::super) plane: Arc<Plane>,
-    /// `None` in a world of one.
+    /// `None` in a world of one rank.
     thread: Option<Thread>,
     /// Set by the first call of `leave`.
     left: AtomicBool,

@@ -892,7 +892,7 @@ impl<N: Network> Rank<N> {
         self.route(Routed { from: self.me, to: vec![question.from], body: Body::Lives(question), is_down: false });
     }
 
-    /// Does what is due after a batch of inputs.
+    /// Reports readiness, and acknowledges and confirms notices, after a batch of inputs.
     fn settle(&mut self) {
         if !std::mem::take(&mut self.is_changed) {
             return;
@@ -913,8 +913,8 @@ impl<N: Network> Rank<N> {
         self.confirm(&children);
     }
 
-    /// Confirms the notices that this rank and those below have to every rank that sent some, which may be about to leave
-    /// because of that.
+    /// Tells every rank that sent notices which of them this rank and the ranks below have. A sender may wait for that
+    /// before it leaves.
     fn confirm(&mut self, children: &[usize]) {
         let (of, own) = self.last;
         let number = if self.is_coordinator() { own } else { self.seen_by(children, of, own) };
