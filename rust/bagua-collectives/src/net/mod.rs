@@ -42,7 +42,7 @@
 //!
 //! **With more ranks**, values are combined in a different order, which is the same on every rank and in every run, and
 //! f16 and bf16 are combined in float32 with one rounding. Some pairs of ranks exchange no message. If such a pair
-//! disagrees, a neighbour finds out, and the other ranks get the mismatch as the group's first failure. For this, each of
+//! disagrees, a neighbour notices, and the other ranks get the mismatch as the group's first failure. For this, each of
 //! these verbs without a root begins with a message to the next rank. Ranks of a tree compare headers only with the
 //! ranks above and below them, so if one rank runs a verb with a root and the others a different verb, possibly only
 //! the deadline ends the operation.
