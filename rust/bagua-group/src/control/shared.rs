@@ -135,7 +135,12 @@ impl Plane {
             Event::Notice(Notice::Left { rank, .. }) => self.left(rank),
             Event::Notice(Notice::Failed { group, members, cause }) => self.failed(group, &members, cause),
             Event::Notice(Notice::View { from, message }) => self.views.put(from, message),
-            Event::Notice(Notice::Unreached { ranks, .. }) => {
+            Event::Notice(Notice::Unreached { by, ranks }) => {
+                // Another rank's deadline is near, so it needs to know which ranks this one misses.
+                let missing = if by == self.config.rank { Vec::new() } else { self.unlinked() };
+                if !missing.is_empty() {
+                    self.publish(Notice::Unreached { by: self.config.rank, ranks: missing });
+                }
                 lock(&self.unreached).extend(ranks.into_iter().filter(|rank| *rank < self.config.world_size));
                 self.wake_connecting();
             }

@@ -117,7 +117,7 @@ pub(in super::super) enum Notice {
         #[serde(with = "cause")]
         cause: Error,
     },
-    /// The deadline of joining is near, and a rank has no connection to others.
+    /// The deadline of joining is near, and a rank has no connection to others, or asks which ranks others miss.
     Unreached {
         /// The rank.
         #[serde(with = "rank")]

@@ -435,7 +435,7 @@ impl<N: Network> Rank<N> {
         if !self.log.is_present(rank) {
             return;
         }
-        if let Some(moved) = farewell {
+        if let Some(moved) = farewell.filter(|_| !self.against.contains_key(&rank)) {
             // The rank left in order, and the notice of that has not arrived here yet.
             let notice = Notice::Left { rank, moved };
             if rank > self.me {

@@ -347,6 +347,25 @@ async fn a_rank_that_the_others_have_given_up_leaves_at_once_when_it_continues()
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_coordinator_that_was_frozen_names_itself_also_when_the_others_have_left() {
+    for size in [3, 4, 8] {
+        let mut world = World::joined(size, 5).await;
+        world.inflict(Freeze, 0);
+        sleep(FOUND).await;
+        world.assert_lost(&[0], &[0], "frozen");
+        for runner in &mut world.ranks[1..] {
+            runner.handle.leave(false);
+        }
+        for runner in &mut world.ranks[1..] {
+            assert!(matches!((&mut runner.task).await, Ok(true)));
+        }
+        world.ranks[0].freeze(false);
+        sleep(FOUND).await;
+        assert_eq!((world.ranks[0].lost(), world.ranks[0].left()), (vec![0], vec![]), "{size}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_message_does_not_overtake_what_its_sender_has_told_all_before() {
     for size in [3, 8, 160] {
         for who in [0, 1, 2, size - 1] {
