@@ -234,8 +234,8 @@ impl Connecting<'_> {
                     });
                 }
                 if self.deadline.left() < grace && missed.is_none() {
-                    // Also tell the ranks that miss nobody, so that their errors name the same ranks. A rank that misses
-                    // nobody asks with an empty list, see `Plane::handle_event`.
+                    // Also tell the ranks that miss nobody, so that their errors name the same ranks. A rank that
+                    // misses nobody asks with an empty list, see `Plane::handle_event`.
                     let ranks = self.plane.awaited();
                     missed = Some(ranks.clone());
                     if !ranks.is_empty() || self.plane.unreached().is_empty() {

@@ -61,7 +61,8 @@ parameters! {
     streams_per_peer: usize = 2;
     /// Algorithm of all_reduce between hosts. Must be equal on all ranks.
     algorithm: Algorithm = Algorithm::Auto;
-    /// Number of the membership: 1 for a group that its caller built, more for one that ranks of an earlier group agreed on.
+    /// Number of the membership: 1 for a group that its caller built, more for one that ranks of an earlier group
+    /// agreed on.
     view: u64 = 1;
     /// Collectives of other crates, see [`CollectiveFactory`]. The same on all ranks.
     factories: Vec<Arc<dyn CollectiveFactory>> = Vec::new();

@@ -63,7 +63,8 @@ extern "C" fn close_in_child() {
     for slot in &TABLE[..USED_END.load(Ordering::SeqCst)] {
         let fd = slot.fd.swap(FREE, Ordering::SeqCst) - 1;
         if fd >= 0 && inode(fd) == Some(slot.inode.load(Ordering::SeqCst)) {
-            // SAFETY: the number still refers to the registered socket, and its owner in this child never uses it again.
+            // SAFETY: the number still refers to the registered socket, and its owner in this child never uses it
+            // again.
             unsafe { libc::close(fd) };
         }
     }

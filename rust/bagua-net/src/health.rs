@@ -286,9 +286,9 @@ impl GroupHealth {
         let _ = self.ask.set((Box::new(ask), limit));
     }
 
-    /// Returns the error to raise after the stream to `rank` ended or broke. Asks the control plane for the cause, which
-    /// takes precedence because the broken stream may be its consequence. Otherwise, the peer is lost for the reason
-    /// `how`.
+    /// Returns the error to raise after the stream to `rank` ended or broke. Asks the control plane for the cause,
+    /// which takes precedence because the broken stream may be its consequence. Otherwise, the peer is lost for the
+    /// reason `how`.
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
         self.attribute_broken_stream(rank, how, &Source::default())
     }

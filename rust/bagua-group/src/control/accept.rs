@@ -1,4 +1,5 @@
-//! The listening sockets of a rank, and the service behind them: the checks of a hello, and where an accepted connection goes.
+//! The listening sockets of a rank, and the service behind them: the checks of a hello, and where an accepted
+//! connection goes.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -48,7 +48,8 @@ pub(super) struct Groups {
 }
 
 impl Plane {
-    /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
+    /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are
+    /// handled.
     pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
         let own = health.rank();
@@ -63,7 +64,8 @@ impl Plane {
                     let (kind, message) = (kind.to_owned(), message.to_owned());
                     Error::PeerRaised { rank, host: host.clone(), kind, message }
                 };
-                // The user's code or a call of a driver or a library fails, or a library is missing, on this rank alone: peers name the rank.
+                // The user's code or a call of a driver or a library fails, or a library is missing, on this rank
+                // alone: peers name the rank.
                 let for_peers = match (cause, cause.exception()) {
                     (_, Some(exception)) => raised(&exception.kind, &exception.message),
                     (Error::Device(failure), None) => raised("DeviceError", &failure.message),
@@ -121,8 +123,8 @@ impl Plane {
         }
     }
 
-    /// Prints that a rank is lost, unless it has left in order or this process has printed it for another group. A launcher may end this
-    /// process before Python raises the error.
+    /// Prints that a rank is lost, unless it has left in order or this process has printed it for another group. A
+    /// launcher may end this process before Python raises the error.
     fn report(&self, cause: &Error, health: &GroupHealth) {
         let Error::PeerLost { rank, host, reason, noticed_by, .. } = cause else { return };
         let own = self.config.rank;

@@ -1,4 +1,5 @@
-//! The control plane of one rank: the thread that accepts connections and runs this rank's part of [`plane`](super::plane).
+//! The control plane of one rank: the thread that accepts connections and runs this rank's part of
+//! [`plane`](super::plane).
 //!
 //! | file | what it is |
 //! |---|---|

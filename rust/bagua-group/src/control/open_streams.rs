@@ -1,4 +1,5 @@
-//! The connections of a rank's lanes and messages: opening a transport over one, and waiting for their last bytes before the rank leaves.
+//! The connections of a rank's lanes and messages: opening a transport over one, and waiting for their last bytes
+//! before the rank leaves.
 
 use std::collections::HashSet;
 use std::io;
@@ -47,8 +48,8 @@ struct Line {
 }
 
 impl Line {
-    /// Notes the state of the connection. Returns true if packets have been in flight for longer than `timeout`, in which
-    /// this process ran, and none was acknowledged.
+    /// Notes the state of the connection. Returns true if packets have been in flight for longer than `timeout`, in
+    /// which this process ran, and none was acknowledged.
     fn is_broken(
         &mut self,
         unacknowledged: usize,

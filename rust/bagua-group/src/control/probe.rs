@@ -1,7 +1,8 @@
 //! Asks ranks that are not connected whether they run, while a group is being connected.
 //!
-//! A rank listens before it publishes its address. So if nothing listens there any more it has ended, or has given up; and if it answers
-//! nothing for the heartbeat timeout, it is frozen or cut off. A rank that is still connecting to others answers, by its control thread.
+//! A rank listens before it publishes its address. So if nothing listens there any more it has ended, or has given up;
+//! and if it answers nothing for the heartbeat timeout, it is frozen or cut off. A rank that is still connecting to
+//! others answers, by its control thread.
 
 use std::sync::Arc;
 use std::time::Duration;

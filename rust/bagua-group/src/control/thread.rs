@@ -178,7 +178,8 @@ impl Drop for Control {
     fn drop(&mut self) {
         self.leave("this rank left the group");
         if !self.plane.owner.is_current() {
-            // The thread does not exist in this process and its descriptors are closed: dropping their owners would close other files.
+            // The thread does not exist in this process and its descriptors are closed: dropping their owners would
+            // close other files.
             std::mem::forget(self.thread.take());
             std::mem::forget(Arc::clone(&self.plane));
         }

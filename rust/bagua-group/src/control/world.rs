@@ -47,7 +47,8 @@ impl World {
         World::of(addresses, digest(&[b"view", &self.digest, &view.to_le_bytes(), &listed]), secret)
     }
 
-    /// The names of the Unix listeners of view `view`, by rank of this world and TCP port. Who has not the secret cannot take one before.
+    /// The names of the Unix listeners of view `view`, by rank of this world and TCP port. Who has not the secret
+    /// cannot take one before.
     pub(in super::super) fn listener_names(&self, view: u64) -> impl Fn(usize, u16) -> Vec<u8> + use<> {
         let key = self.key.derived(&[b"listeners", &view.to_le_bytes()]);
         move |rank, port| {

@@ -23,8 +23,8 @@ use super::message::{JobStatus, JoinMessage, JoinRequest};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
-/// How long connecting the next view may take at least, however short the heartbeat timeout is: several round trips, on a line with
-/// hundreds of milliseconds of delay too. Rounds wait for it.
+/// How long connecting the next view may take at least, however short the heartbeat timeout is: several round trips, on
+/// a line with hundreds of milliseconds of delay too. Rounds wait for it.
 const CONNECT: Duration = Duration::from_secs(5);
 
 /// The most connections at a time that are not authenticated.

@@ -300,7 +300,8 @@ mod tests {
 
     #[test]
     fn an_error_beyond_its_limits_is_malformed() {
-        // Of group 1: `Aborted` with a text, and `Timeout` after no time with these ranks, noticed by rank 0, during nothing.
+        // Of group 1: `Aborted` with a text, and `Timeout` after no time with these ranks, noticed by rank 0, during
+        // nothing.
         let text = |len: usize| Message::parse(&claiming(&[5, 2, 1, 0, 4], len as u64, &vec![b'a'; len]));
         let ranks = |count: usize| Message::parse(&claiming(&[5, 2, 1, 0, 1, 0, 0], count as u64, &vec![0; count + 2]));
         for parse in [&text as &dyn Fn(usize) -> _, &ranks] {

@@ -26,13 +26,13 @@
 //!    one, unless more than half of the ranks cannot.
 //! 5. **Leaving.** A rank sends `Left` and stays until the coordinator acknowledges that every other rank has that
 //!    notice. Then it sends `Farewell` on each link and closes it, so that a peer for which the notice is still on its
-//!    way does not take the rank for lost. Twice the heartbeat timeout is the only limit. The coordinator itself leaves when all others have its `Left`
-//!    and no rank waits for an acknowledgement.
+//!    way does not take the rank for lost. Twice the heartbeat timeout is the only limit. The coordinator itself leaves
+//!    when all others have its `Left` and no rank waits for an acknowledgement.
 //! 6. **Cause.** A rank whose data connection to another broke asks the coordinator why ([`rank::Handle::ask`]). The
 //!    coordinator sends that rank a `Ping` and waits for its `Pong`. Either it comes, after everything the rank had to
 //!    say; or the rank is lost or leaves, and the notice comes before the answer. If both ranks live, the error names
-//!    the connection between them. If such a connection keeps a view from being built, the higher of the two ranks gives
-//!    way: it reports itself as lost.
+//!    the connection between them. If such a connection keeps a view from being built, the higher of the two ranks
+//!    gives way: it reports itself as lost.
 //! 7. **Two halves.** If a network failure splits the ranks, each part counts the other ranks as lost. The quorum of
 //!    the agreement on the next view lets at most one half continue; this module does not decide that. A rank that
 //!    comes back after the others have excluded it is told so.

@@ -159,8 +159,8 @@ impl<S> Handle<S> {
         self.input(Input::Send { to, body });
     }
 
-    /// Asks the coordinator why the connection to a rank broke. `answered` is called within the heartbeat timeout of the
-    /// ranks that are asked, by the task or by this function.
+    /// Asks the coordinator why the connection to a rank broke. `answered` is called within the heartbeat timeout of
+    /// the ranks that are asked, by the task or by this function.
     pub(in super::super) fn ask(&self, about: usize, answered: impl FnOnce(Answer) + Send + 'static) {
         let input = Input::Ask { about, answered: Box::new(answered) };
         if let Err(mpsc::error::SendError(Input::Ask { answered, .. })) = self.inputs.send(input) {
@@ -772,8 +772,8 @@ impl<N: Network> Rank<N> {
         }
     }
 
-    /// Delivers a message, or passes it on. On the way up it goes to the coordinator, also if its receiver is below this
-    /// rank. So it does not overtake what its sender has told all before.
+    /// Delivers a message, or passes it on. On the way up it goes to the coordinator, also if its receiver is below
+    /// this rank. So it does not overtake what its sender has told all before.
     fn route(&mut self, routed: Routed) {
         let Routed { from, to, body, is_down } = routed;
         if let Some(parent) = self.parent().filter(|_| !is_down) {

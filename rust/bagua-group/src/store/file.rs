@@ -1,6 +1,7 @@
 //! A store in files: a value is a file whose name ends with its key.
 //!
-//! Every file is created under another name, and renamed or linked: no process reads a part of it, also on a network file system.
+//! Every file is created under another name, and renamed or linked: no process reads a part of it, also on a network
+//! file system.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};

@@ -13,9 +13,9 @@
 //!
 //! The protocol for view v, among the ranks 0 to n - 1 of the group:
 //!
-//! 1. Each rank that takes part listens for the members of v, and sends `Ready` with v, the ranks that it knows to be gone, and where it
-//!    listens, to the leader: the lowest rank that is not gone. The leader sends its own to all. A rank first waits a
-//!    moment for further losses, because each loss makes all ranks send `Ready` again.
+//! 1. Each rank that takes part listens for the members of v, and sends `Ready` with v, the ranks that it knows to be
+//!    gone, and where it listens, to the leader: the lowest rank that is not gone. The leader sends its own to all. A
+//!    rank first waits a moment for further losses, because each loss makes all ranks send `Ready` again.
 //! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends
 //!    `Propose`, with the ports of all members, whose hosts they know from this group.
 //! 3. The members connect, open their lanes, and make a barrier in the new group.
@@ -24,8 +24,8 @@
 //!
 //! All but `Opened` and `Refused` are messages to one rank, or from the leader to all: about 3 n in all. `Opened` is a
 //! notice to all ranks (see [`plane`](super::plane)): every rank has it before it learns of the end of a rank that has
-//! opened the view. A rank to which nothing has come for a second or two repeats messages that may have been lost with a
-//! rank that passed them on.
+//! opened the view. A rank to which nothing has come for a second or two repeats messages that may have been lost with
+//! a rank that passed them on.
 //!
 //! When a rank learns that another rank is gone, it gives v up and is ready for a later view. Invariants, quoted by the
 //! tests:

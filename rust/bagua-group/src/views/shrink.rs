@@ -354,8 +354,8 @@ where
         }
     }
 
-    /// Reports this rank as lost if the view could not be built because the connection between this rank and a lower one
-    /// broke. The control plane cannot know which of the two has to go, because it reaches both.
+    /// Reports this rank as lost if the view could not be built because the connection between this rank and a lower
+    /// one broke. The control plane cannot know which of the two has to go, because it reaches both.
     fn give_way(&self, error: &Error, members: &[usize]) {
         let own = self.plane.config.rank;
         if let Error::PeerLost { rank, noticed_by, reason, .. } = error

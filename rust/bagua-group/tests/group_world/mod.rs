@@ -264,8 +264,8 @@ pub fn mixed_over(
 /// Runs a function in a forked child, which then exits with 0 unless the function panics. Returns the child's process
 /// id.
 pub fn fork(in_child: impl FnOnce()) -> i32 {
-    // SAFETY: the child runs `in_child`, which takes no lock that another thread may have held (the allocator has its own
-    // handlers), and ends without running exit handlers of its parent.
+    // SAFETY: the child runs `in_child`, which takes no lock that another thread may have held (the allocator has its
+    // own handlers), and ends without running exit handlers of its parent.
     match unsafe { libc::fork() } {
         0 => {
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(in_child));

@@ -134,8 +134,8 @@ pub fn unsent(stream: &TcpStream) -> Option<usize> {
     bytes.ok().and_then(|bytes| usize::try_from(bytes).ok())
 }
 
-/// Returns true if packets of a connection are on their way, or lost: the peer's kernel has not acknowledged them. Bytes
-/// that wait because the peer reads nothing are not on their way. `None` if the kernel refuses.
+/// Returns true if packets of a connection are on their way, or lost: the peer's kernel has not acknowledged them.
+/// Bytes that wait because the peer reads nothing are not on their way. `None` if the kernel refuses.
 pub fn is_in_flight(stream: &TcpStream) -> Option<bool> {
     let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;

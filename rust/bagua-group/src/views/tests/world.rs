@@ -1,5 +1,5 @@
-//! Ranks that agree on a view: agreements over the real control plane of each rank, in memory and on a paused clock. The
-//! groups that they build are only counted.
+//! Ranks that agree on a view: agreements over the real control plane of each rank, in memory and on a paused clock.
+//! The groups that they build are only counted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,8 +27,8 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// How long a rank whose deadline has passed waits for the leader's word.
 const WORD: Duration = Duration::from_millis(500);
 
-/// The ports at which the members of a view listen. Every rank listens at a new port for each view, so two views with one
-/// number differ in this.
+/// The ports at which the members of a view listen. Every rank listens at a new port for each view, so two views with
+/// one number differ in this.
 type Ports = Vec<u16>;
 
 /// A group that is being built.
