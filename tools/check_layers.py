@@ -44,12 +44,7 @@ RUST = (
 )
 
 # Circles of files that exist in bagua-group. Remove each one here when its circle is gone; add none.
-RUST_CIRCLES = (
-    {"builder", "group", "lane"},
-    {f"control::{file}" for file in ("accept", "groups", "peers", "plane", "session", "world")},
-    {"control::dial", "control::probe"},
-    {"views::action", "views::agreement"},
-)
+RUST_CIRCLES = ({"builder", "group", "lane"},)
 
 # The only Python file that keeps process-wide state by `global` and installs fork and exit hooks.
 LIFECYCLE = "process_state.py"

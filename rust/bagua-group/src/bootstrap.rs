@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
-use super::control::{ConnectState, Control, Listeners, Plane, World};
+use super::control::{ConnectState, Control, Listeners, Plane, World, ask_missing};
 use super::descriptors;
 use super::fork::OwnerProcess;
 use super::group::Group;
@@ -175,6 +175,7 @@ fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBoo
     let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
     plane.register(world.id, &health);
     control.enter(world);
+    control.spawn(ask_missing(Arc::clone(&plane)));
     let world = plane.world()?;
     if config.world_size == 1 {
         return Group::world(control, health, vec![vec![0]]);

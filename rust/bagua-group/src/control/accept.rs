@@ -12,6 +12,7 @@ use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service};
 use super::super::tls::{Ends, Refused};
 use super::shared::Plane;
+use super::world::unix_name;
 use crate::error::{Error, Result};
 use crate::platform;
 use crate::wait::lock;
@@ -21,11 +22,6 @@ pub(in super::super) struct Listeners {
     pub(super) sockets: Listener,
     /// Abstract name of the Unix socket; empty without it.
     pub(in super::super) name: Vec<u8>,
-}
-
-/// The abstract name of a Unix listener.
-pub(super) fn unix_name(number: [u8; 16]) -> Vec<u8> {
-    format!("bagua-{:032x}", u128::from_le_bytes(number)).into_bytes()
 }
 
 impl Listeners {

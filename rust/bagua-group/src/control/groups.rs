@@ -1,17 +1,18 @@
 //! All groups that this rank belongs to. Turns failures and departures, seen here or reported by a peer, into the error
 //! that each group raises.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io::Write;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 
 use super::super::fork::PerProcess;
 use super::super::plane::{Answer, Body, LEAVING, Notice, Presence};
 use super::super::wire::RANKS_LIMIT;
+use super::group_table::{Entry, depart, group_rank};
 use super::shared::Plane;
 use crate::error::Error;
-use crate::health::{GroupHealth, Subscription};
+use crate::health::GroupHealth;
 use crate::wait::lock;
 
 /// The most messages that are kept for groups that this rank has not built yet.
@@ -22,30 +23,6 @@ type LostProcess = (usize, usize, String, u32);
 
 /// The losses that this process has printed.
 static REPORTED: PerProcess<Mutex<HashSet<LostProcess>>> = PerProcess::new();
-
-/// A group of which this rank is a member.
-pub(super) struct Entry {
-    health: Weak<GroupHealth>,
-    /// World ranks of the members, by group rank.
-    ranks: Vec<usize>,
-    /// One sends failures that this rank finds to the members. The other records failures of the world group.
-    _subscriptions: [Subscription; 2],
-}
-
-/// Group rank of a world rank.
-fn group_rank(ranks: &[usize], world_rank: usize) -> Option<usize> {
-    // In the world group it is the same, and a large one is not searched for each rank that leaves.
-    let is_same = ranks.get(world_rank) == Some(&world_rank);
-    if is_same { Some(world_rank) } else { ranks.iter().position(|rank| *rank == world_rank) }
-}
-
-/// Groups by id, and messages for groups that this rank has not built yet.
-#[derive(Default)]
-pub(super) struct Groups {
-    pub(super) known: HashMap<u64, Entry>,
-    pub(super) early_failures: HashMap<u64, Error>,
-    pub(super) early_departures: HashMap<u64, HashSet<usize>>,
-}
 
 impl Plane {
     /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are
@@ -267,16 +244,6 @@ impl Plane {
     }
 }
 
-/// A world rank has left a group, if it was a member.
-fn depart(entry: &Entry, rank: usize) {
-    if let Some(member) = group_rank(&entry.ranks, rank)
-        && let Some(health) = entry.health.upgrade()
-    {
-        health.depart(member);
-    }
-}
-
-// Elsewhere a kernel does not say what it has not sent.
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;

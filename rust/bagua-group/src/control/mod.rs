@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `shared` | the state that the control thread shares with the other threads of the rank |
 //! | `groups` | the groups of the rank: failures and departures become the errors that each group raises |
+//! | `group_table` | the groups by id, and messages for groups that are not built yet |
 //! | `open_streams` | the connections of lanes and messages |
 //! | `world` | the addresses of all ranks, and the key and the ids that follow from them |
 //! | `thread` | starting and ending the thread, joining and leaving |
@@ -25,6 +26,7 @@
 
 mod accept;
 mod dial;
+mod group_table;
 mod groups;
 mod open_streams;
 mod probe;
@@ -34,6 +36,7 @@ mod world;
 
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
+pub(super) use probe::ask_missing;
 pub(super) use shared::{ConnectState, Loss, Plane};
 pub(super) use thread::{Control, Leaving};
 pub(super) use world::World;

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use super::super::config::Config;
 use super::super::connection::Socket;
 use super::super::handshake::Purpose;
-use super::shared::Plane;
 use crate::platform::{is_in_flight, unsent};
 use crate::transport::Transport;
 use crate::wait::lock;
@@ -20,12 +19,6 @@ const LONGEST_FLUSH: Duration = Duration::from_secs(30);
 
 /// How long a leaving rank waits for its last bytes while the peers acknowledge none: a lossy line takes long.
 const STALLED: Duration = Duration::from_secs(1);
-
-/// How many times a broken line is looked for in the heartbeat timeout.
-const LOOKS: u32 = 5;
-
-/// The longest time between two looks.
-const LONGEST_PERIOD: Duration = Duration::from_secs(1);
 
 /// A connection of a lane or of messages.
 struct OpenStream {
@@ -63,20 +56,6 @@ impl Line {
             *self = Line { unacknowledged, since: now };
         }
         now - self.since > timeout
-    }
-}
-
-/// Looks for broken lines, until this rank leaves.
-pub(super) async fn watch(plane: Arc<Plane>) {
-    let timeout = plane.config.heartbeat_timeout;
-    let period = (timeout / LOOKS).min(LONGEST_PERIOD);
-    let mut looked = Instant::now();
-    while !plane.has_left() {
-        tokio::time::sleep(period).await;
-        let now = Instant::now();
-        let late = now.saturating_duration_since(looked).saturating_sub(period);
-        looked = now;
-        plane.streams.end_broken(timeout, late, now);
     }
 }
 
@@ -124,7 +103,7 @@ impl OpenStreams {
     }
 
     /// Closes the streams whose line is broken. `late`: how long this process has not run since the last call.
-    fn end_broken(&self, timeout: Duration, late: Duration, now: Instant) {
+    pub(super) fn end_broken(&self, timeout: Duration, late: Duration, now: Instant) {
         for OpenStream { stream, line, .. } in lock(&self.0).iter_mut() {
             let Some(stream) = stream.upgrade() else { continue };
             let (Some(left), Some(is_in_flight)) = (unsent(&stream), is_in_flight(&stream)) else { continue };

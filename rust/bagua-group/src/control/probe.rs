@@ -32,7 +32,7 @@ enum Verdict {
 }
 
 /// Asks the ranks that are not connected, the lowest first, if none has connected for the time between two heartbeats.
-pub(super) async fn ask_missing(plane: Arc<Plane>) {
+pub(in super::super) async fn ask_missing(plane: Arc<Plane>) {
     let period = (plane.config.heartbeat_timeout / 5).min(LONGEST);
     let (mut seen, mut first) = (usize::MAX, 0);
     while !plane.has_left() {

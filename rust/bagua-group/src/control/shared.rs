@@ -15,7 +15,7 @@ use super::super::handshake::Purpose;
 use super::super::plane::{Body, Event, Handle, Notice, Presence, Status};
 use super::super::tls::Ends;
 use super::super::views::Inbox;
-use super::groups::Groups;
+use super::group_table::Groups;
 use super::open_streams::{OpenStreams, end};
 use super::world::World;
 use crate::error::{Error, Result};

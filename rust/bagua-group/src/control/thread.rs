@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -15,12 +15,16 @@ use super::super::fork::OwnerProcess;
 use super::super::plane::{Handle, LEAVING, Rank};
 use super::super::serve::serve;
 use super::accept::Listeners;
-use super::open_streams;
-use super::probe::ask_missing;
 use super::shared::Plane;
 use super::world::World;
 use crate::error::{Error, Result};
 use crate::wait::lock;
+
+/// How many times a broken line is looked for in the heartbeat timeout.
+const LOOKS: u32 = 5;
+
+/// The longest time between two looks.
+const LONGEST_PERIOD: Duration = Duration::from_secs(1);
 
 /// Owner of the control thread; dropping it leaves the group and ends the thread.
 pub(in super::super) struct Control {
@@ -143,8 +147,7 @@ impl Control {
                 Rank::new(config.rank, hosts, config.heartbeat_timeout, Arc::clone(plane), on_event);
             plane.handle.get_or_init(|| handle);
             *lock(&thread.rank) = Some(thread.handle.spawn(rank.run()));
-            self.spawn(ask_missing(Arc::clone(plane)));
-            self.spawn(open_streams::watch(Arc::clone(plane)));
+            self.spawn(watch_lines(Arc::clone(plane)));
         }
         plane.world_known.send_replace(true);
     }
@@ -171,6 +174,20 @@ impl Control {
         // The control plane's task ends within LEAVING timeouts. The thread may also wait for a processor.
         let limit = self.plane.config.heartbeat_timeout * (LEAVING + 1);
         Some(Leaving { end: Some(end), owner, limit })
+    }
+}
+
+/// Looks for broken lines, until this rank leaves.
+async fn watch_lines(plane: Arc<Plane>) {
+    let timeout = plane.config.heartbeat_timeout;
+    let period = (timeout / LOOKS).min(LONGEST_PERIOD);
+    let mut looked = Instant::now();
+    while !plane.has_left() {
+        tokio::time::sleep(period).await;
+        let now = Instant::now();
+        let late = now.saturating_duration_since(looked).saturating_sub(period);
+        looked = now;
+        plane.streams.end_broken(timeout, late, now);
     }
 }
 

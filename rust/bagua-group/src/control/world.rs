@@ -3,7 +3,11 @@
 use super::super::address::Address;
 use super::super::handshake::{Key, digest};
 use super::super::views::Endpoint;
-use super::accept::unix_name;
+
+/// The abstract name of a Unix listener.
+pub(super) fn unix_name(number: [u8; 16]) -> Vec<u8> {
+    format!("bagua-{:032x}", u128::from_le_bytes(number)).into_bytes()
+}
 
 /// The addresses of all ranks, and the key and the ids derived from them.
 pub(in super::super) struct World {

@@ -1,7 +1,5 @@
 //! The actions that an agreement asks its driver to perform, and its possible outcomes.
 
-#[cfg(doc)]
-use super::agreement::Agreement;
 use super::message::{Endpoint, ViewMessage};
 
 /// An action that the driver must perform.
@@ -9,12 +7,12 @@ use super::message::{Endpoint, ViewMessage};
 pub(in super::super) enum Action {
     /// Send a message to these ranks.
     Send(Vec<usize>, ViewMessage),
-    /// Wait for a moment, during which more losses may become known, and then call [`Agreement::say`].
+    /// Wait for a moment, during which more losses may become known, and then call `Agreement::say`.
     SayLater,
     /// Send a message to all ranks. It must arrive before any rank notices that this rank's connections have ended.
     Publish(ViewMessage),
-    /// Connect to the members of the view for which the last [`Agreement::say`] opened listeners, open lanes to them,
-    /// run a barrier, and then call [`Agreement::passed`] or [`Agreement::failed`].
+    /// Connect to the members of the view for which the last `Agreement::say` opened listeners, open lanes to them,
+    /// run a barrier, and then call `Agreement::passed` or `Agreement::failed`.
     Build {
         /// Number of the view.
         view: u64,
