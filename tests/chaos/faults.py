@@ -228,7 +228,8 @@ class CloseStream(Fault):
         raise RuntimeError(f"ranks {pairs} have no connection")
 
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
-        return self._ends
+        # See CorruptHeader.
+        return set(range(cell.ranks)) if cell.action == "new_group" else self._ends
 
 
 def _between(stage: RunningCell, first: int, second: int) -> list[socket.socket]:
