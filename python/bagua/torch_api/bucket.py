@@ -144,9 +144,9 @@ class BaguaBucket:
         self._left_peer_weight: torch.Tensor | None = None
         self._right_peer_weight: torch.Tensor | None = None
         self._async_op: AsyncModelAverageOp | None = None
-        #: The elements behind the tensors that have the ranks' votes; see :meth:`reserve`.
+        #: The elements after the tensors that hold the ranks' votes. None until :meth:`reserve` is called.
         self.room: torch.Tensor | None = None
-        # The memory for them, if it is adjacent to the tensors.
+        # Memory for the votes, allocated directly after the flat tensors. None if the tensors are not flat.
         self._spare: torch.Tensor | None = None
         # Objects that keep the flat memory and the operations' memory alive, even if no tensor uses it any more.
         self._owners: list[object] = []

@@ -23,7 +23,7 @@ def device_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def stream_options(device: torch.device | None) -> dict[str, Any]:
-    """Returns the engine's arguments for work on the current stream of a device; none for the host."""
+    """Returns the engine's keyword arguments for work on a device's current stream. Empty for the host."""
     if device is None:
         return {}
     from bagua.cuda import tensors
@@ -32,7 +32,7 @@ def stream_options(device: torch.device | None) -> dict[str, Any]:
 
 
 def memory_options(device: torch.device | None, keep: object) -> dict[str, Any]:
-    """Returns the engine's arguments for an address on a device whose owner is ``keep``; none for the host."""
+    """Returns the engine's keyword arguments for memory on a device. ``keep`` owns the memory. Empty for the host."""
     if device is None:
         return {}
     from bagua.cuda import arrays
@@ -41,7 +41,7 @@ def memory_options(device: torch.device | None, keep: object) -> dict[str, Any]:
 
 
 def bucket_options(device: torch.device | None, keep: object) -> dict[str, Any]:
-    """Returns a bucket's arguments for tensors on a device; none for the host."""
+    """Returns a bucket's keyword arguments for tensors on a device. ``keep`` owns the memory. Empty for the host."""
     if device is None:
         return {}
     return memory_options(device, keep) | {"collective": config.cuda_collective(), "check": config.cuda_check()}

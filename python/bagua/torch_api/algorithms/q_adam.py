@@ -118,7 +118,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Candidates of the old state are useless. load_state_dict also calls this method.
+        # Drops the averaged moments: they belong to the state that is replaced. load_state_dict also calls this method.
         self._averaged = dict.fromkeys(self.__dict__.get("_averaged", ()))
 
     @property

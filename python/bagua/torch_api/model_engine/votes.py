@@ -21,7 +21,7 @@ from ..bucket_memory import factor_for
 
 _VOTE = struct.Struct("<dI")
 
-#: Bytes of a vote, and elements per rank in the last bucket.
+#: Size of one rank's vote in bytes. The last bucket reserves this number of elements for each rank.
 VOTE_BYTES = _VOTE.size
 
 #: The flag of a rank that skips a step.

@@ -86,7 +86,7 @@ class NonMember:
         return -1
 
     def device_id(self) -> int:
-        """Returns -1, as for a member."""
+        """Returns -1, because communicators are not bound to a device."""
         return -1
 
     def abort(self) -> None:

@@ -126,7 +126,7 @@ impl DirectReduce<'_, '_> {
                 return;
             }
             *present = 0;
-            // Empty pieces, and those of a single rank, have no group yet.
+            // A piece gets its group when bytes arrive. Nothing arrives for an empty piece or in a world of one rank.
             let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
             self.free.push(group);
             let slots = &self.staging[group * n * piece..(group + 1) * n * piece];

@@ -295,12 +295,12 @@ impl Engine {
     }
 }
 
-/// The work that is ordered after the results of a wait.
+/// The work that must not start before the buckets of a wait have their results.
 #[derive(Clone, Copy)]
 enum Follow {
     /// No work yet. A later wait names a stream.
     NoStream,
-    /// Work that is queued on this stream of the buckets' devices from then on.
+    /// All work that is queued on this stream of the buckets' devices after the wait.
     Stream(Option<usize>),
 }
 

@@ -54,7 +54,7 @@ pub struct Lane {
     seq: u64,
     /// Step of the operations that begin now, see [`Fingerprint::step`].
     step: u32,
-    /// Recorder of the operations. `None` for a lane without a process of its own, as in tests.
+    /// Writes this lane's operations to the flight recorder. `None` for a lane without a group, as in tests.
     recorder: Option<LaneRecorder>,
     /// The entry of the next operation in the flight recorder, if the operation was recorded when it was queued.
     queued: Option<Ticket>,

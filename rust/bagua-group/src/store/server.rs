@@ -36,7 +36,7 @@ const KEPT_LIMIT: u64 = 4 * STORE_LIMIT as u64;
 /// First bytes of a file of values, before the version of the protocol that encodes them.
 const MAGIC: [u8; 4] = *b"BGbk";
 
-/// The connection of a client, as far as claims are concerned; 0 is the process of the server.
+/// Number of the connection that claims a key. 0 stands for the process that runs the server.
 type Client = u64;
 
 /// The server of a store, and that store without a connection. Ends when it is dropped.
@@ -62,7 +62,7 @@ struct StoreService {
 #[derive(Default)]
 struct Values {
     by_key: BTreeMap<String, Vec<u8>>,
-    /// Who claimed which keys, by key.
+    /// The client that claimed each key.
     claims: BTreeMap<String, Client>,
     /// The client that connected last.
     last_client: Client,
@@ -150,7 +150,7 @@ impl Values {
                 let keys = self.by_key.range(prefix.clone()..).map(|(key, _)| key);
                 Reply::Keys(keys.take_while(|key| key.starts_with(&prefix)).cloned().collect())
             }
-            // Of the process of the server, which waits by itself.
+            // Clients wait in `StoreService::wait`. The server's own process gets an answer without waiting.
             Request::Wait(key, _) => self.answer(Request::Get(key), client),
         }
     }

@@ -239,7 +239,7 @@ fn headers() -> Vec<Vec<u8>> {
     vec![chunk(plain, 100, 60, 40), chunk(reduce, 0, 0, 0), chunk(reduce, 1 << 40, 1 << 39, 256 << 10)]
 }
 
-/// Returns a message of every kind of every type.
+/// Returns example messages: for each variant of [`Any`], one message of every kind that it can hold.
 fn messages() -> Vec<Any> {
     let alone = Address { tcp: None, unix: Vec::new(), ..address(0) };
     let addresses = || vec![address(0).encode(), address(1).encode(), Vec::new()];

@@ -309,7 +309,7 @@ mod tests {
         assert!(taken(&lock, 1, true));
         lock.pause(Duration::ZERO);
         assert!(taken(&lock, 2, false), "invariant 3");
-        // The training hold is gone. Ending it changes nothing, and the training waits like any other thread.
+        // Thread 2 took the lapsed lock. end_training() now does nothing, and thread 1 must wait for thread 2.
         lock.end_training();
         assert!(!taken(&lock, 1, true));
         lock.unlock(2).unwrap();

@@ -164,7 +164,7 @@ enum End {
     Server(UnbufferedServerConnection),
 }
 
-/// The action for a session that is ready.
+/// The action that [`Session`] takes once its handshake is complete and no received record is left.
 enum Request<'a> {
     Nothing,
     Encrypt(&'a [u8]),

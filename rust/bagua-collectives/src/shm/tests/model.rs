@@ -169,7 +169,7 @@ fn ranks_of_which_one_has_no_tensor_in_the_arena_all_fall_back_to_windows() {
     explore_arena([true, false]);
 }
 
-/// Finds digests that are compared before the peer has arrived.
+/// Fails if a rank compares its digest with a peer's before the peer has arrived.
 #[test]
 fn ranks_that_disagree_all_say_what_the_other_does() {
     explore(|| {
@@ -189,7 +189,7 @@ fn ranks_that_disagree_all_say_what_the_other_does() {
     });
 }
 
-/// Finds a waiter that checks whether its peer has closed before it checks whether the peer has arrived.
+/// Fails if a waiting rank checks that its peer has closed before it checks that the peer has arrived at the barrier.
 #[test]
 fn a_rank_that_did_its_part_and_closed_is_not_blamed() {
     explore(|| {

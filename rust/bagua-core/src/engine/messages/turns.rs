@@ -14,7 +14,7 @@ use crate::platform::Waker;
 use crate::transport::SPIN;
 use crate::wait::{SLICE, lock, wait_on_for};
 
-/// How long the thread of messages rests after a caller made progress. Callers that alternate return sooner.
+/// How long the thread of messages rests after a caller moved bytes. Callers in a ping-pong wait again before that.
 const REST: Duration = Duration::from_millis(2);
 
 /// The result of one attempt to make progress.
