@@ -299,8 +299,8 @@ class InitProcessGroup(Action):
     timeout = 4.0
     joins = True
     uses_torch = True
-    #: "store": torch's store, which rank 0 serves, does not answer. "Gloo": torch's gloo cannot connect two ranks.
-    errors = ("PeerLostError", "BaguaTimeoutError", "store", "Gloo")
+    #: "store": torch's store, which rank 0 serves, does not answer.
+    errors = ("PeerLostError", "BaguaTimeoutError", "store")
 
     def begin(self) -> None:
         self.once(0)

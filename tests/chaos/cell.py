@@ -250,7 +250,7 @@ def _judge(stage: RunningCell, fault: Fault, row: Row, rank: int, at: float) -> 
     elif kind == "GoesOn" and fault.freezes and rank == cell.victim:
         # The others had no quorum, or were away for so long.
         right = bool(names)
-    elif kind in ("quorum", "store", "Gloo"):
+    elif kind in ("quorum", "store"):
         right = not names
     else:
         right = bool(names) and names <= allowed

@@ -164,10 +164,6 @@ class CorruptHeader(OneLine):
     may_go_unnoticed = True
     errors = ("MismatchError", "BaguaError")
 
-    def may_be_named(self, cell: Cell, by: int) -> set[int]:
-        # A rank that is done with one group makes the next, and finds that another has left because of this error.
-        return set(range(cell.ranks)) if cell.action == "new_group" else super().may_be_named(cell, by)
-
     def rules(self, cell: Cell) -> dict[tuple[int, int], Rule]:
         return {(cell.host_of(cell.victim), _next_host(cell)): {"corrupt": "header"}}
 
@@ -228,8 +224,7 @@ class CloseStream(Fault):
         raise RuntimeError(f"ranks {pairs} have no connection")
 
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
-        # See CorruptHeader.
-        return set(range(cell.ranks)) if cell.action == "new_group" else self._ends
+        return self._ends
 
 
 def _between(stage: RunningCell, first: int, second: int) -> list[socket.socket]:

@@ -24,9 +24,6 @@ from tests.chaos.actions import ACTIONS, ELASTIC, Action, GoesOn, Wrong
 #: Seconds for threads and descriptors to go after the group was left.
 GOES_WITHIN = 5.0
 
-#: Errors that may name no rank.
-PLAIN = (bagua.BaguaError, RuntimeError)
-
 
 class Notes:
     """Lines of JSON for the process that made the fault."""
@@ -106,9 +103,8 @@ def work(rank: int, size: int, action: str, folder: str, harmless: bool) -> None
     except Exception as error:
         if not isinstance(error, (bagua.BaguaError, Wrong, GoesOn)):
             traceback.print_exc()
-        # gloo names the address of a rank that it cannot connect to.
-        plain = re.search(r"\b(quorum|store)\b|^(Gloo)\b", str(error)) if type(error) in PLAIN else None
-        kind = plain[0] if plain else type(error).__name__
+        plain = re.search(r"\b(quorum|store)\b", str(error)) if type(error) is bagua.BaguaError else None
+        kind = plain[1] if plain else type(error).__name__
         notes.say("ended", kind=kind, text=str(error), named=named(error))
     finally:
         doing.end()

@@ -5,13 +5,12 @@
 //! others answers, by its control thread.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::TcpStream;
 
 use super::super::connection::ControlConn;
 use super::super::handshake::{self, Failed, Purpose, Refusal};
-use super::super::plane::no_heartbeat;
+use super::super::plane::{beat, no_heartbeat};
 use super::dial::Dial;
 use super::shared::Plane;
 use crate::platform::is_stopped;
@@ -19,9 +18,6 @@ use crate::wait::lock;
 
 /// The most ranks that are asked at a time.
 const AT_A_TIME: usize = 8;
-
-/// The longest time between two looks for ranks that are not connected.
-const LONGEST: Duration = Duration::from_secs(1);
 
 /// The result of a probe.
 enum Verdict {
@@ -33,7 +29,7 @@ enum Verdict {
 
 /// Asks the ranks that are not connected, the lowest first, if none has connected for the time between two heartbeats.
 pub(in super::super) async fn ask_missing(plane: Arc<Plane>) {
-    let period = (plane.config.heartbeat_timeout / 5).min(LONGEST);
+    let period = beat(plane.config.heartbeat_timeout);
     let (mut seen, mut first) = (usize::MAX, 0);
     while !plane.has_left() {
         tokio::time::sleep(period).await;

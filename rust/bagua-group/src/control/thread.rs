@@ -12,19 +12,13 @@ use tokio::task::JoinHandle;
 use super::super::address::Address;
 use super::super::connection::ControlConn;
 use super::super::fork::OwnerProcess;
-use super::super::plane::{Handle, LEAVING, Rank};
+use super::super::plane::{Handle, LEAVING, Rank, beat};
 use super::super::serve::serve;
 use super::accept::Listeners;
 use super::shared::Plane;
 use super::world::World;
 use crate::error::{Error, Result};
 use crate::wait::lock;
-
-/// How many times a broken line is looked for in the heartbeat timeout.
-const LOOKS: u32 = 5;
-
-/// The longest time between two looks.
-const LONGEST_PERIOD: Duration = Duration::from_secs(1);
 
 /// Owner of the control thread; dropping it leaves the group and ends the thread.
 pub(in super::super) struct Control {
@@ -180,7 +174,7 @@ impl Control {
 /// Looks for broken lines, until this rank leaves.
 async fn watch_lines(plane: Arc<Plane>) {
     let timeout = plane.config.heartbeat_timeout;
-    let period = (timeout / LOOKS).min(LONGEST_PERIOD);
+    let period = beat(timeout);
     let mut looked = Instant::now();
     while !plane.has_left() {
         tokio::time::sleep(period).await;

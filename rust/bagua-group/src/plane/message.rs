@@ -10,7 +10,7 @@ use crate::error::Error;
 const RANKS: usize = super::super::views::RANKS_LIMIT;
 
 /// The most notices in one message. Their texts may be long, so [`Message::notices`] also limits the bytes.
-pub(in super::super) const NOTICES: usize = 64;
+pub(in super::super) const NOTICES: usize = 8;
 
 /// A message on a control link.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

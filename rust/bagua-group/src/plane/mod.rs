@@ -61,4 +61,4 @@ pub(super) use log::Presence;
 pub(super) use message::{Body, Notice};
 #[cfg(test)]
 pub(super) use message::{Message, NOTICES, Question, Routed};
-pub(super) use rank::{Answer, Event, Handle, LEAVING, Network, Rank, Status, Unreachable, no_heartbeat};
+pub(super) use rank::{Answer, Event, Handle, LEAVING, Network, Rank, Status, Unreachable, beat, no_heartbeat};

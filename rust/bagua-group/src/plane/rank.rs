@@ -32,6 +32,11 @@ pub(in super::super) const LEAVING: u32 = 2;
 /// it does not.
 const DOUBT: u32 = 2;
 
+/// Returns the time between two heartbeats, and between two looks for failures that heartbeats do not show.
+pub(in super::super) fn beat(heartbeat_timeout: Duration) -> Duration {
+    (heartbeat_timeout / BEATS).min(LONGEST_BEAT)
+}
+
 /// Why a lower rank cannot be connected to.
 #[derive(Clone, Debug, PartialEq)]
 pub(in super::super) struct Unreachable {
@@ -343,7 +348,7 @@ impl<N: Network> Rank<N> {
     }
 
     fn beat(&self) -> Duration {
-        (self.timeout / BEATS).min(LONGEST_BEAT)
+        beat(self.timeout)
     }
 
     fn is_coordinator(&self) -> bool {

@@ -27,8 +27,9 @@ use crate::transport::frame::{self, Header};
 /// as its length says: each may be 1 byte of input and 24 bytes of memory, and the bytes of the addresses are held too.
 const PER_BYTE: usize = 24 + 1;
 
-/// Bytes that a parser may hold for a short input: a list of notices, which are the largest elements of a list.
-pub(super) const AT_LEAST: usize = 10 << 10;
+/// Bytes that a parser may hold for a short input: the first elements of a list, the progress in an error, the text of an
+/// error.
+pub(super) const AT_LEAST: usize = 2 << 10;
 
 /// Every message that one process encodes for another, as one type. The first byte of an input is the kind.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]

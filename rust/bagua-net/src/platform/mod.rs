@@ -230,15 +230,6 @@ pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns memory that glibc's allocator has cached to the system. Other allocators keep theirs.
-pub fn release_memory() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: no memory that is in use is given back.
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
 #[repr(C)]
 struct LinkMap {
     /// Difference between the addresses in the file and those in memory.
